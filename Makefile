@@ -1,0 +1,73 @@
+# Every target works on a fresh machine: it makes .venv and installs what it needs, once.
+#   make prove PYTHON=python3.12      chooses the interpreter that .venv is made with
+# torch comes from pip's package index. Where that offers only a CUDA build (several GB on Linux),
+# PIP_EXTRA_INDEX_URL can name PyTorch's index of CPU builds; the pin takes those too.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+PROVE := $(VENV)/.prove
+TEST := $(VENV)/.test
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup prove gen-tests conformance test check bench mutants clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(PROVE) ## make .venv with what proving needs: z3 and small libraries
+
+prove: $(PROVE) ## prove or refute each theorem for the default targets
+	$(BIN)/capproof prove
+
+gen-tests: $(PROVE) ## write generated_tests/ anew
+	$(BIN)/capproof gen-tests
+
+conformance: $(TEST) ## run generated_tests/ on the real managers, both tiers
+	$(BIN)/capproof conform --tier core
+	$(BIN)/capproof conform --tier vllm
+
+test: check ## everything that CI runs
+	$(BIN)/python -m pytest -n logical --cov --cov-report=term
+	$(BIN)/capproof gen-tests --check
+	$(BIN)/capproof conform --tier core
+	$(BIN)/capproof conform --tier vllm
+
+check: $(TEST) ## ruff and mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: $(TEST) ## measure, on an idle machine
+	$(BIN)/python scripts/bench.py
+
+mutants: $(PROVE) ## which changes to the lifted functions are noticed
+	$(BIN)/python scripts/mutants.py
+
+clean: ## remove .venv and what the tools cached here; fetched trees stay
+	rm -rf $(VENV) build *.egg-info .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---- the environment: a stamp that is newer than the lists it was installed from ----------------
+
+# $(call at-least,MINOR,WHAT): refuses a .venv whose Python is older than 3.MINOR, in one line.
+define at-least
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, $(1)))' || { \
+	  echo "$(2) needs Python 3.$(1) or newer, $(VENV) has $$($(BIN)/python -V): make clean, then add PYTHON=python3.$(1) (or newer)" >&2; exit 1; }
+endef
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(PROVE): requirements/prove.txt pyproject.toml | $(BIN)/python
+	$(call at-least,10,capproof)
+	$(PIP) -r requirements/prove.txt
+	$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(TEST): requirements/test.txt $(PROVE)
+	$(call at-least,11,The full set-up for tests)
+	$(PIP) -r requirements/test.txt
+	@touch $@

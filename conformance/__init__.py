@@ -1,0 +1,1 @@
+"""Whether the real managers agree: targets, driver, scenarios, rendering, replay, command line."""

@@ -1,0 +1,303 @@
+"""Find in a vLLM tree what the driver needs, and build it with the arguments that the tree takes.
+
+Releases differ in these arguments. They are read from the signatures, once per tree, so that a
+release nobody described works too; what is missing is named with its file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+from models.loader import BLOCK_POOL, INTERFACE, MANAGERS
+from spec.vocabulary import Call, Geometry
+
+#: Methods that a class must define itself: the inherited ones count blocks by another rule, so
+#: falling back to them after a renaming would silently test the wrong function.
+OWN_METHODS = {"MambaManager": ("get_num_blocks_to_allocate", "allocate_new_blocks")}
+
+#: Methods that a class has, its own or inherited.
+METHODS = {
+    "MambaManager": ("remove_skipped_blocks", "free"),
+    "BlockPool": ("get_num_free_blocks", "get_new_blocks", "free_blocks"),
+}
+
+#: Private attributes of a manager that hold checkpoints pending from the last estimate, by the
+#: names that releases give them (the second is 0.29.0's); before 0.29.0 there are none.
+PENDING_CHECKPOINTS = ("_checkpoints", "_num_checkpoint_blocks")
+
+
+class DriverError(Exception):
+    """The step cannot be run, through no doing of the code under test; one line."""
+
+
+class BindingError(DriverError):
+    """The tree cannot be driven; one line with the file and the symbol."""
+
+
+class Modules(Protocol):
+    """Where the classes under test come from; `models.loader.Core` is one."""
+
+    @property
+    def managers(self) -> Any:
+        """`vllm.v1.core.single_type_kv_cache_manager`."""
+
+    @property
+    def interface(self) -> Any:
+        """`vllm.v1.kv_cache_interface`."""
+
+    @property
+    def block_pool(self) -> Any:
+        """`vllm.v1.core.block_pool`."""
+
+
+@dataclass(frozen=True)
+class ImportedModules:
+    """Modules of a vLLM that is really imported."""
+
+    managers: Any
+    interface: Any
+    block_pool: Any
+    state_dtype: Any
+    """`torch.float32`; the element type that the spec is built with."""
+    location: str
+    """Folder of the imported package, and torch's version."""
+
+
+@dataclass(frozen=True)
+class Bindings:
+    """Classes of one tree, and which of the known arguments each callable takes."""
+
+    spec_class: Callable[..., Any]
+    pool_class: Callable[..., Any]
+    manager_class: Callable[..., Any]
+    spec_arguments: frozenset[str]
+    pool_arguments: frozenset[str]
+    manager_arguments: frozenset[str]
+    estimator_call_fields: tuple[str, ...]
+    """Fields of `Call` that the estimator takes; `prefill_end` from 0.31.0."""
+    allocator_call_fields: tuple[str, ...]
+    state_dtype: Any
+    """Element type of the states; nothing that counts blocks reads it."""
+    file: str
+    """File of the managers."""
+
+    def new_spec(self, geometry: Geometry) -> Any:
+        """Return an align-mode `MambaSpec`.
+
+        Raises:
+            BindingError: The geometry has checkpoint blocks, and the release has none.
+        """
+        values = _spec_values(geometry, self.state_dtype)
+        name = "num_prefill_checkpoint_blocks"
+        if geometry.num_prefill_checkpoint_blocks and name not in self.spec_arguments:
+            raise BindingError(f"{self.file}: this release has no MambaSpec.{name}")
+        return self.spec_class(**_taken(values, self.spec_arguments))
+
+    def new_pool(self, num_gpu_blocks: int, hash_block_size: int) -> Any:
+        """Return a `BlockPool` with prefix caching; sizes in blocks and tokens."""
+        return self.pool_class(
+            **_taken(_pool_values(num_gpu_blocks, hash_block_size), self.pool_arguments)
+        )
+
+    def new_manager(self, geometry: Geometry, spec: Any, pool: Any) -> Any:
+        """Return a `MambaManager` of the only group.
+
+        Raises:
+            BindingError: The geometry has the EAGLE drop, and the release has none.
+        """
+        values = _manager_values(geometry, spec, pool)
+        manager = self.manager_class(**_taken(values, self.manager_arguments))
+        if geometry.drop_eagle_checkpoint_block:
+            # vLLM: set by the coordinator, after it has built its managers.
+            name = "drop_eagle_checkpoint_block"
+            if not hasattr(manager, name):
+                raise BindingError(f"{self.file}: this release has no MambaManager.{name}")
+            setattr(manager, name, True)
+        return manager
+
+
+def bind(modules: Modules) -> Bindings:
+    """Find what the driver needs in a tree.
+
+    Raises:
+        BindingError: A class, a method or a known argument is missing, or an argument is required
+            that the driver does not know.
+    """
+    manager_class = _find_class(modules.managers, "MambaManager")
+    spec_class = _find_class(modules.interface, "MambaSpec")
+    pool_class = _find_class(modules.block_pool, "BlockPool")
+    return Bindings(
+        spec_class=spec_class,
+        pool_class=pool_class,
+        manager_class=manager_class,
+        spec_arguments=_accepted(
+            spec_class,
+            _spec_values(_ANY_GEOMETRY, None),
+            f"{file_of(modules.interface)}: MambaSpec",
+            needed=["block_size", "mamba_cache_mode", "num_speculative_blocks"],
+        ),
+        pool_arguments=_accepted(
+            pool_class,
+            _pool_values(1, 1),
+            f"{file_of(modules.block_pool)}: BlockPool",
+            needed=["num_gpu_blocks"],
+        ),
+        manager_arguments=_check_parameters(
+            _constructor_parameters(manager_class),
+            _manager_values(_ANY_GEOMETRY, None, None),
+            f"{file_of(modules.managers)}: MambaManager",
+            needed=["kv_cache_spec", "block_pool"],
+        ),
+        estimator_call_fields=_call_fields(
+            modules.managers,
+            "get_num_blocks_to_allocate",
+            ["request_id", "new_computed_blocks", "apply_admission_cap"],
+        ),
+        allocator_call_fields=_call_fields(modules.managers, "allocate_new_blocks", ["request_id"]),
+        state_dtype=getattr(modules, "state_dtype", None),
+        file=file_of(modules.managers),
+    )
+
+
+def import_vllm(root: Path | None = None) -> ImportedModules:
+    """Import the KV-cache modules for real.
+
+    Args:
+        root: Folder that must hold the imported `vllm/`; None accepts whichever is on the path.
+
+    Raises:
+        BindingError: vLLM or torch cannot be imported, or another vLLM was found first.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # The tree's and its packages' are not ours to judge.
+            torch = importlib.import_module("torch")
+            vllm = importlib.import_module("vllm")
+            managers, interface, block_pool = map(
+                importlib.import_module, (MANAGERS, INTERFACE, BLOCK_POOL)
+            )
+    except Exception as error:  # Importing runs the tree's own code, which may raise anything.
+        raise BindingError(f"vllm tier: {_one_line(error)}") from error
+    package = Path(str(vllm.__file__)).resolve().parent
+    if root is not None and package != (Path(root) / "vllm").resolve():
+        raise BindingError(f"vllm tier: {package} was imported instead of {Path(root) / 'vllm'}")
+    location = f"{package}, torch {torch.__version__}"
+    return ImportedModules(managers, interface, block_pool, torch.float32, location)
+
+
+def file_of(module: Any) -> str:
+    """Return the file of a module, for an error to name."""
+    return str(getattr(module, "__file__", module))
+
+
+def _find_class(module: Any, name: str) -> Any:
+    found = getattr(module, name, None)
+    if not isinstance(found, type):
+        raise BindingError(f"{file_of(module)}: no {name} here (renamed?)")
+    own, any_method = OWN_METHODS.get(name, ()), METHODS.get(name, ())
+    absent = [method for method in own if method not in vars(found)]
+    absent += [method for method in any_method if not callable(getattr(found, method, None))]
+    if absent:
+        raise BindingError(f"{file_of(module)}: no {name}.{absent[0]} here (renamed?)")
+    return found
+
+
+def _call_fields(managers: Any, method: str, needed: Sequence[str]) -> tuple[str, ...]:
+    """The fields of `Call` that a method of `MambaManager` takes."""
+    call_fields = [field.name for field in fields(Call)]
+    accepted = _accepted(
+        getattr(managers.MambaManager, method),
+        [*needed, *call_fields],
+        f"{file_of(managers)}: MambaManager.{method}",
+        needed=needed,
+    )
+    return tuple(name for name in call_fields if name in accepted)
+
+
+def _accepted(
+    function: Callable[..., Any], known: Iterable[str], where: str, needed: Sequence[str]
+) -> frozenset[str]:
+    """The names among `known` that `function` takes."""
+    parameters = inspect.signature(function).parameters.values()
+    return _check_parameters(
+        [parameter for parameter in parameters if parameter.name != "self"], known, where, needed
+    )
+
+
+def _constructor_parameters(cls: Any) -> list[inspect.Parameter]:
+    """The parameters of a constructor, with those of the bases it hands `**kwargs` on to."""
+    parameters: dict[str, inspect.Parameter] = {}
+    for base in (base for base in cls.__mro__ if "__init__" in vars(base)):
+        found = list(inspect.signature(base.__init__).parameters.values())[1:]
+        for parameter in found:
+            parameters.setdefault(parameter.name, parameter)
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in found):
+            break
+    return list(parameters.values())
+
+
+def _check_parameters(
+    parameters: Sequence[inspect.Parameter],
+    known: Iterable[str],
+    where: str,
+    needed: Sequence[str],
+) -> frozenset[str]:
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    accepted = frozenset(known) & {parameter.name for parameter in named}
+    for name in needed:
+        if name not in accepted:
+            raise BindingError(f"{where} takes no {name} (renamed?)")
+    for parameter in named:
+        if parameter.default is parameter.empty and parameter.name not in accepted:
+            raise BindingError(f"{where} requires {parameter.name}, which the driver does not know")
+    return accepted
+
+
+# Every constructor argument that may be given; a release takes those it knows.
+
+_ANY_GEOMETRY = Geometry(1, 1, 0, 0, 1, False)
+
+
+def _spec_values(geometry: Geometry, state_dtype: Any) -> dict[str, Any]:
+    return {
+        "block_size": geometry.block_size,
+        "shapes": ((1, 1),),
+        "dtypes": (state_dtype,),
+        "mamba_cache_mode": "align",
+        "num_speculative_blocks": geometry.num_speculative_blocks,
+        "num_prefill_checkpoint_blocks": geometry.num_prefill_checkpoint_blocks,
+        "prefill_checkpoint_alignment": geometry.prefill_checkpoint_alignment,
+    }
+
+
+def _pool_values(num_gpu_blocks: int, hash_block_size: int) -> dict[str, Any]:
+    return {
+        "num_gpu_blocks": num_gpu_blocks,
+        "enable_caching": True,
+        "hash_block_size": hash_block_size,
+    }
+
+
+def _manager_values(geometry: Geometry, spec: Any, pool: Any) -> dict[str, Any]:
+    return {
+        "kv_cache_spec": spec,
+        "block_pool": pool,
+        "enable_caching": True,
+        "kv_cache_group_id": 0,
+        "scheduler_block_size": geometry.block_size,
+    }
+
+
+def _taken(values: Mapping[str, Any], accepted: frozenset[str]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name in accepted}
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

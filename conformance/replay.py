@@ -1,0 +1,324 @@
+"""Replay scenarios on the real managers, and say whether they show what was predicted.
+
+A counterexample counts when the real code shows it. In the core tier replay runs in this process;
+in the vllm tier it runs in one of its own per tree, since a process can import only one vLLM. That
+process reads a scenario object from each line of its standard input, and answers it with one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, TextIO
+
+from conformance.driver import (
+    BindingError,
+    Driver,
+    DriverError,
+    RequestUnderTest,
+    core_driver,
+    vllm_driver,
+)
+from conformance.scenario import Prediction, Scenario, ScenarioError, loads, to_json
+from spec.theorems import THEOREMS, Need, Pool
+from spec.vocabulary import Situation, Step
+
+PROJECT_ROOT = Path(__file__).resolve().parent.parent
+TIERS = ("core", "vllm")
+
+#: Seconds that one process of the vllm tier may take; importing vLLM alone takes 4 to 12.
+PROCESS_TIMEOUT_S = 600
+
+#: Fields of a prediction that are compared as they are.
+COMPARED = ("dry_run", "estimate", "drawn", "table_length", "raised")
+
+#: Theorems about a pool that just passes the check; their step is applied on one.
+NEED_EXACT_POOL = frozenset({"allocation-succeeds"})
+
+
+class Outcome(str, Enum):
+    """What a replay came to; never mixed."""
+
+    REPRODUCED = "reproduced"
+    """The real code shows what was predicted for the target."""
+    DISAGREES = "disagrees"
+    """The real code shows something else: the model's defect, or drift."""
+    COULD_NOT_RUN = "could-not-run"
+    """Nothing was learned; the detail says why."""
+    NOT_PREDICTED = "not-predicted"
+    """The steps ran, and the scenario predicts nothing for the target."""
+
+
+@dataclass(frozen=True)
+class StepSeen:
+    """One replayed step."""
+
+    why: str
+    table_length_before: int
+    """Columns."""
+    step: Step
+    free: int
+    """Free blocks in the pool after the step."""
+    held: int
+    """Distinct non-null blocks of the table after the step."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What came of one scenario on one target."""
+
+    scenario: str
+    target: str
+    outcome: Outcome
+    steps: tuple[StepSeen, ...] = ()
+    detail: str = ""
+    """One line: what differs, why it could not run, or what was seen."""
+    differences: tuple[str, ...] = ()
+    """One entry per predicted field that was not seen."""
+    violated: tuple[str, ...] = ()
+    """Slugs of the theorems that the last step was seen to violate."""
+    theorem_holds: bool | None = None
+    """Whether the scenario's theorem holds in the last step; None where it says nothing."""
+
+
+def replay(scenario: Scenario, driver: Driver, target: str) -> Replay:
+    """Apply a scenario's steps to the real manager and compare with what `target` predicts.
+
+    The last step finds a pool with just the estimate's blocks free if the scenario is about
+    `allocation-succeeds`, else the scenario's pool.
+    """
+    try:
+        request = driver.request(scenario.geometry, scenario.num_gpu_blocks)
+        seen, situation = _apply_steps(scenario, request)
+    except DriverError as error:
+        return _could_not_run(scenario, target, str(error))
+    failed = _failed_early(scenario, seen)
+    if failed is not None:
+        outcome = Outcome.DISAGREES if _prediction(scenario, target) else Outcome.NOT_PREDICTED
+        return Replay(scenario.name, target, outcome, seen, failed, (failed,))
+    violated = _violated(scenario, situation, seen[-1].step, _pool_at_allocation(request))
+    if request.exception is None:
+        request.finish()
+    return _compare(scenario, target, seen, violated)
+
+
+def replay_in(
+    tree_root: Path, tier: str, scenarios: Iterable[Scenario], *, target: str
+) -> list[Replay]:
+    """Replay scenarios on a tree, in this process (core) or one of its own (vllm).
+
+    Args:
+        tree_root: Folder holding `vllm/`.
+        tier: One of `TIERS`.
+        scenarios: What to replay; the answers come in the same order.
+        target: Name under which predictions are looked up.
+    """
+    scenarios = list(scenarios)
+    if tier == "vllm":
+        return _replay_in_process(Path(tree_root), scenarios, target)
+    try:
+        driver = core_driver(tree_root)
+    except BindingError as error:
+        return [_could_not_run(scenario, target, str(error)) for scenario in scenarios]
+    return [replay(scenario, driver, target) for scenario in scenarios]
+
+
+def tier_environment(tree_root: Path) -> dict[str, str]:
+    """Return the environment of a process that imports the vLLM of `tree_root`."""
+    inherited = os.environ.get("PYTHONPATH", "")
+    path = os.pathsep.join(filter(None, [str(tree_root), str(PROJECT_ROOT), inherited]))
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+# ---- one replay ----------------------------------------------------------------------------------
+
+
+def _apply_steps(
+    scenario: Scenario, request: RequestUnderTest
+) -> tuple[tuple[StepSeen, ...], Situation]:
+    """Apply the steps, stopping at the first that raises."""
+    seen: list[StepSeen] = []
+    for i, planned in enumerate(scenario.steps):
+        situation = request.situation(planned.call, planned.prefill_length)
+        is_last = i == len(scenario.steps) - 1
+        step = request.apply(
+            planned.call,
+            exactly_the_estimate=is_last and scenario.theorem in NEED_EXACT_POOL,
+            watch_dry_run=is_last,
+        )
+        after = request.observe()
+        seen.append(StepSeen(planned.why, situation.table_length, step, after.free, after.held))
+        if step.raised is not None:
+            break
+    return tuple(seen), situation
+
+
+def _failed_early(scenario: Scenario, seen: Sequence[StepSeen]) -> str | None:
+    if len(seen) == len(scenario.steps):
+        return None
+    return f"step {len(seen)} ({seen[-1].why}) already raised {seen[-1].step.raised}"
+
+
+def _pool_at_allocation(request: RequestUnderTest) -> Pool:
+    free = request.free_at_allocation
+    return Pool(request.pool.get_num_free_blocks() if free is None else free, 0, 0)
+
+
+def _violated(scenario: Scenario, situation: Situation, step: Step, pool: Pool) -> tuple[str, ...]:
+    need = scenario.steps[-1].expect.need
+    return tuple(
+        slug for slug in THEOREMS if theorem_holds(slug, situation, step, pool, need) is False
+    )
+
+
+def theorem_holds(
+    slug: str, situation: Situation, step: Step, pool: Pool, need: int | None
+) -> bool | None:
+    """Return whether a theorem holds in a step that was seen.
+
+    Args:
+        slug: A slug of the catalogue.
+        situation: What decided the step's family.
+        step: What was seen.
+        pool: Free capacity that the allocation found, in blocks.
+        need: Blocks that the intended model says the step needs, None where it is not known.
+
+    Returns:
+        None where the theorem says nothing: the step raised, or its need is not known.
+    """
+    theorem = THEOREMS[slug]
+    if step.raised is not None and not theorem.survives_exception:
+        return None
+    if slug == "matches-intended" and need is None:
+        return None
+    return bool(theorem.claim(situation, step, pool, Need(need)))
+
+
+def _compare(
+    scenario: Scenario, target: str, seen: tuple[StepSeen, ...], violated: tuple[str, ...]
+) -> Replay:
+    step, prediction = seen[-1].step, _prediction(scenario, target)
+    holds = None if scenario.theorem is None else scenario.theorem not in violated
+    differences = tuple(_differences(prediction, step, violated))
+    if prediction is None:
+        outcome = Outcome.NOT_PREDICTED
+    else:
+        outcome = Outcome.DISAGREES if differences else Outcome.REPRODUCED
+    detail = "; ".join(differences) or _summary(step)
+    return Replay(scenario.name, target, outcome, seen, detail, differences, violated, holds)
+
+
+def _prediction(scenario: Scenario, target: str) -> Prediction | None:
+    return (scenario.predicted or {}).get(target)
+
+
+def _differences(
+    prediction: Prediction | None, step: Step, violated: Sequence[str]
+) -> Iterator[str]:
+    if prediction is None:
+        return
+    for name in COMPARED:
+        predicted, found = getattr(prediction, name), getattr(step, name)
+        if predicted != found:
+            yield f"{name}: predicted {predicted}, saw {found}"
+    for slug in prediction.violates:
+        if slug not in violated:
+            yield f"{slug}: predicted to be violated, was not"
+
+
+def _summary(step: Step) -> str:
+    raised = f", raised {step.raised}" if step.raised else ""
+    return (
+        f"dry run {step.dry_run}, estimate {step.estimate}, drawn {step.drawn}, "
+        f"table {step.table_length}{raised}"
+    )
+
+
+def _could_not_run(scenario: Scenario, target: str, reason: str) -> Replay:
+    return Replay(scenario.name, target, Outcome.COULD_NOT_RUN, detail=reason)
+
+
+# ---- a process per tree --------------------------------------------------------------------------
+
+
+def _replay_in_process(tree_root: Path, scenarios: list[Scenario], target: str) -> list[Replay]:
+    command = [sys.executable, "-m", "conformance.replay", "--root", str(tree_root)]
+    try:
+        process = subprocess.run(
+            [*command, "--tier", "vllm", "--target", target],
+            input="".join(json.dumps(to_json(scenario)) + "\n" for scenario in scenarios),
+            capture_output=True,
+            text=True,
+            cwd=PROJECT_ROOT,
+            env=tier_environment(tree_root),
+            timeout=PROCESS_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        reason = f"vllm tier: no answer within {PROCESS_TIMEOUT_S} s"
+        return [_could_not_run(scenario, target, reason) for scenario in scenarios]
+    answers = [_from_json(json.loads(line)) for line in process.stdout.splitlines()]
+    reason = f"vllm tier: {_last_line(process.stderr)} (exit status {process.returncode})"
+    unanswered = scenarios[len(answers) :]
+    return answers + [_could_not_run(scenario, target, reason) for scenario in unanswered]
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1].strip() if lines else "the process ended without a word"
+
+
+def _to_json(result: Replay) -> dict[str, Any]:
+    return asdict(result)
+
+
+def _from_json(content: dict[str, Any]) -> Replay:
+    steps = tuple(
+        StepSeen(**{**seen, "step": Step(**seen["step"])}) for seen in content.pop("steps")
+    )
+    lists = {name: tuple(content.pop(name)) for name in ("differences", "violated")}
+    return Replay(**{**content, **lists, "outcome": Outcome(content["outcome"]), "steps": steps})
+
+
+def _own_standard_output() -> TextIO:
+    """Keep standard output for the answers: what vLLM prints goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    sys.stdout.flush()
+    os.dup2(2, 1)
+    return answers
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Answer the scenarios on standard input, line by line; 2 where the tree cannot be driven."""
+    parser = argparse.ArgumentParser(prog="python -m conformance.replay", description=__doc__)
+    parser.add_argument("--tier", choices=TIERS, required=True)
+    parser.add_argument("--root", type=Path, required=True, help="folder holding vllm/")
+    parser.add_argument("--target", required=True, help="name that predictions are stored under")
+    options = parser.parse_args(arguments)
+    answers = _own_standard_output()
+    try:
+        driver = (vllm_driver if options.tier == "vllm" else core_driver)(options.root)
+        for number, line in enumerate(sys.stdin, start=1):
+            for scenario in loads(line, name=f"standard input, line {number}"):
+                result = replay(scenario, driver, options.target)
+                print(json.dumps(_to_json(result)), file=answers, flush=True)
+    except (ScenarioError, BindingError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,431 @@
+"""The one currency: a Scenario says which steps a request takes and what must be seen.
+
+Solver witnesses, boundary cases, random counterexamples and public bug reports all become
+Scenarios; rendering and replay take nothing else. A file holds one scenario object, or
+``{"schema": 1, "scenarios": [...]}``. Files come from outside, so every malformed one is refused
+with one line that names the file and the field.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from spec.vocabulary import Call, Geometry
+
+SCHEMA = 1
+
+#: Slugs of the managers that a scenario may name.
+MANAGERS = frozenset({"mamba-align"})
+
+#: Integers beyond this are refused: JSON readers elsewhere hold numbers as doubles.
+MAX_INT = 2**53
+
+_SLUG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+_MAX_SLUG_LENGTH = 120
+
+_T = TypeVar("_T")
+
+
+class ScenarioError(Exception):
+    """A scenario file is not one; one line naming the file and the field."""
+
+
+@dataclass(frozen=True)
+class Expect:
+    """What the intended model says about one step; None where it says nothing."""
+
+    need: int | None = None
+    """Blocks that the step needs when own blocks are reused."""
+    table_length: int | None = None
+    """Columns of the request's block table after the step."""
+
+
+@dataclass(frozen=True)
+class ScenarioStep:
+    """One step of the request, and where it came from."""
+
+    why: str
+    """One phrase: where the step came from."""
+    call: Call
+    prefill_length: int
+    """Tokens to prefill: `max(num_prompt_tokens, num_tokens - 1)` of the request."""
+    expect: Expect = Expect()
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the lifted model of one target says about the last step; None where not reached."""
+
+    dry_run: int | None
+    """Blocks; negative where the release's arithmetic goes below zero."""
+    estimate: int | None
+    """Blocks; negative where the release's arithmetic goes below zero."""
+    drawn: int | None
+    """Blocks asked of the pool."""
+    table_length: int | None
+    """Columns of the block table after the step."""
+    raised: str | None = None
+    """Name of the exception type that ends the step, None where it goes through."""
+    violates: tuple[str, ...] = ()
+    """Slugs of the theorems that the step violates."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Steps of one request. The last step is under test; the earlier ones make its state."""
+
+    name: str
+    """Slug; becomes a test id."""
+    manager: str
+    """Slug of the manager kind, one of `MANAGERS`."""
+    geometry: Geometry
+    num_gpu_blocks: int
+    """Pool size in blocks, null block included."""
+    steps: tuple[ScenarioStep, ...]
+    family: str
+    """Slug of the family of the last step."""
+    tags: tuple[str, ...] = ()
+    theorem: str | None = None
+    """For a refutation, the slug of the theorem it refutes."""
+    source: str = ""
+    """Free text: "witness of ...", "edge of path ...", "CASES.md ..."."""
+    predicted: Mapping[str, Prediction] | None = None
+    """By target; None and an empty mapping both mean that nothing is predicted."""
+    schema: int = SCHEMA
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+def to_json(scenario: Scenario) -> dict[str, Any]:
+    """Return the JSON object of a scenario."""
+    return {
+        "schema": scenario.schema,
+        "name": scenario.name,
+        "manager": scenario.manager,
+        "geometry": _record_to_json(scenario.geometry),
+        "num_gpu_blocks": scenario.num_gpu_blocks,
+        "steps": [_step_to_json(step) for step in scenario.steps],
+        "family": scenario.family,
+        "tags": list(scenario.tags),
+        "theorem": scenario.theorem,
+        "source": scenario.source,
+        "predicted": {
+            target: {**_record_to_json(prediction), "violates": list(prediction.violates)}
+            for target, prediction in (scenario.predicted or {}).items()
+        },
+    }
+
+
+def dumps(scenarios: Scenario | Iterable[Scenario]) -> str:
+    """Return the text of a scenario file: the same scenarios give the same bytes everywhere.
+
+    Args:
+        scenarios: One scenario, written as one object, or several, written as a collection.
+    """
+    if isinstance(scenarios, Scenario):
+        content = to_json(scenarios)
+    else:
+        content = {"schema": SCHEMA, "scenarios": [to_json(scenario) for scenario in scenarios]}
+    return json.dumps(content, sort_keys=True, indent=2, allow_nan=False) + "\n"
+
+
+def dump(scenarios: Scenario | Iterable[Scenario], path: Path) -> None:
+    """Write a scenario file; a reader sees the old file or the new one, never half of one."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(dumps(scenarios).encode("ascii"))
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _record_to_json(record: Any) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in fields(record)}
+
+
+def _step_to_json(step: ScenarioStep) -> dict[str, Any]:
+    return {
+        "why": step.why,
+        **_record_to_json(step.call),
+        "prefill_length": step.prefill_length,
+        "expect": _record_to_json(step.expect),
+    }
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def load(path: Path) -> list[Scenario]:
+    """Read a scenario file: one scenario object, or a collection of them.
+
+    Raises:
+        ScenarioError: The file cannot be read or is not a scenario file.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise ScenarioError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ScenarioError(f"{path!r}: cannot be read: {error}") from None
+    return loads(data, name=str(path))
+
+
+def loads(data: bytes | str, *, name: str) -> list[Scenario]:
+    """Read the content of a scenario file; `name` is what errors call it.
+
+    Raises:
+        ScenarioError: The content is not that of a scenario file.
+    """
+    try:
+        content = json.loads(
+            data, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant
+        )
+        return _parse_file(_Field(content))
+    except _Malformed as error:
+        raise ScenarioError(f"{name}: {error}") from None
+    except RecursionError:
+        raise ScenarioError(f"{name}: nested too deeply") from None
+    except ValueError as error:
+        raise ScenarioError(f"{name}: not JSON: {_one_line(str(error))}") from None
+
+
+class _Malformed(Exception):
+    """One line naming the field; the caller adds the file."""
+
+
+@dataclass(frozen=True)
+class _Field:
+    """A JSON value and the path that leads to it."""
+
+    value: Any
+    path: str = ""
+
+    def refuse(self, reason: str) -> _Malformed:
+        return _Malformed(f"{self.path}: {reason}" if self.path else reason)
+
+    def object(self, allowed: Sequence[str], optional: Sequence[str] = ()) -> dict[str, _Field]:
+        """The fields of an object that has exactly `allowed`, of which `optional` may be absent."""
+        value = self.mapping()
+        for key in value:
+            if key not in allowed:
+                raise self.refuse(f"unknown field {_shown(key)}")
+        for key in allowed:
+            if key not in value and key not in optional:
+                raise self.refuse(f"field {_shown(key)} is missing")
+        return value
+
+    def mapping(self) -> dict[str, _Field]:
+        if not isinstance(self.value, dict):
+            raise self.refuse(f"expected an object, got {_kind(self.value)}")
+        prefix = f"{self.path}." if self.path else ""
+        return {key: _Field(item, prefix + _bare(key)) for key, item in self.value.items()}
+
+    def items(self) -> list[_Field]:
+        if not isinstance(self.value, list):
+            raise self.refuse(f"expected a list, got {_kind(self.value)}")
+        return [_Field(item, f"{self.path}[{i}]") for i, item in enumerate(self.value)]
+
+    def integer(self, least: int | None = 0) -> int:
+        if not isinstance(self.value, int) or isinstance(self.value, bool):
+            raise self.refuse(f"expected an integer, got {_kind(self.value)}")
+        if abs(self.value) > MAX_INT:
+            raise self.refuse("beyond 2**53")
+        if least is not None and self.value < least:
+            raise self.refuse(f"{self.value} is below {least}")
+        return self.value
+
+    def boolean(self) -> bool:
+        if not isinstance(self.value, bool):
+            raise self.refuse(f"expected true or false, got {_kind(self.value)}")
+        return self.value
+
+    def text(self) -> str:
+        if not isinstance(self.value, str):
+            raise self.refuse(f"expected a string, got {_kind(self.value)}")
+        # A phrase ends up in comments of rendered tests, so it must stay on its line.
+        if not self.value.isprintable():
+            raise self.refuse("holds a line break or another unprintable character")
+        return self.value
+
+    def slug(self) -> str:
+        value = self.text()
+        if not _SLUG.fullmatch(value) or len(value) > _MAX_SLUG_LENGTH:
+            raise self.refuse(f"{_shown(value)} is not a slug (a-z, 0-9, single hyphens)")
+        return value
+
+    def slugs(self) -> tuple[str, ...]:
+        values = tuple(item.slug() for item in self.items())
+        if len(set(values)) != len(values):
+            raise self.refuse("names one slug twice")
+        return values
+
+    def or_none(self, read: Callable[[], _T]) -> _T | None:
+        return None if self.value is None else read()
+
+
+def _parse_file(file: _Field) -> list[Scenario]:
+    if not isinstance(file.value, dict) or "scenarios" not in file.value:
+        return [_parse_scenario(file)]
+    content = file.object(["schema", "scenarios"])
+    _check_schema(content["schema"])
+    scenarios = [_parse_scenario(item) for item in content["scenarios"].items()]
+    seen: set[str] = set()
+    for i, scenario in enumerate(scenarios):
+        if scenario.name in seen:
+            raise _Malformed(f"scenarios[{i}].name: {_shown(scenario.name)} is used twice")
+        seen.add(scenario.name)
+    return scenarios
+
+
+def _parse_scenario(field: _Field) -> Scenario:
+    _check_schema_first(field)
+    content = field.object(
+        [item.name for item in fields(Scenario)],
+        optional=["tags", "theorem", "source", "predicted"],
+    )
+    steps = content["steps"].items()
+    if not steps:
+        raise content["steps"].refuse("a scenario has at least one step")
+    absent = _Field(None)
+    return Scenario(
+        name=content["name"].slug(),
+        manager=_parse_manager(content["manager"]),
+        geometry=_parse_geometry(content["geometry"]),
+        num_gpu_blocks=content["num_gpu_blocks"].integer(least=1),
+        steps=tuple(_parse_step(step) for step in steps),
+        family=content["family"].slug(),
+        tags=content["tags"].slugs() if "tags" in content else (),
+        theorem=content.get("theorem", absent).or_none(content.get("theorem", absent).slug),
+        source=content["source"].text() if "source" in content else "",
+        predicted=_parse_predicted(content["predicted"]) if "predicted" in content else {},
+    )
+
+
+def _check_schema_first(field: _Field) -> None:
+    """A file of another schema is told so before its fields are called unknown."""
+    schema = field.mapping().get("schema")
+    if schema is not None:
+        _check_schema(schema)
+
+
+def _check_schema(field: _Field) -> None:
+    if field.integer(least=None) != SCHEMA:
+        raise field.refuse(f"{field.value} is not known; this release reads schema {SCHEMA}")
+
+
+def _parse_manager(field: _Field) -> str:
+    manager = field.slug()
+    if manager not in MANAGERS:
+        known = ", ".join(sorted(MANAGERS))
+        raise field.refuse(f"{_shown(manager)} is not a known manager ({known})")
+    return manager
+
+
+def _parse_geometry(field: _Field) -> Geometry:
+    content = field.object([item.name for item in fields(Geometry)])
+    block_size = content["block_size"].integer(least=1)
+    hash_block_size = content["hash_block_size"].integer(least=1)
+    if block_size % hash_block_size:
+        raise content["block_size"].refuse(
+            f"{block_size} is not a multiple of hash_block_size {hash_block_size}"
+        )
+    num_checkpoint_blocks = content["num_prefill_checkpoint_blocks"].integer()
+    return Geometry(
+        block_size=block_size,
+        hash_block_size=hash_block_size,
+        num_speculative_blocks=content["num_speculative_blocks"].integer(),
+        num_prefill_checkpoint_blocks=num_checkpoint_blocks,
+        # Without checkpoint blocks nobody reads the alignment, so 0 may stand for "none".
+        prefill_checkpoint_alignment=content["prefill_checkpoint_alignment"].integer(
+            least=1 if num_checkpoint_blocks else 0
+        ),
+        drop_eagle_checkpoint_block=content["drop_eagle_checkpoint_block"].boolean(),
+    )
+
+
+def _parse_step(field: _Field) -> ScenarioStep:
+    call_fields = [item.name for item in fields(Call)]
+    content = field.object(
+        ["why", *call_fields, "prefill_length", "expect"], optional=["prefill_end", "expect"]
+    )
+    return ScenarioStep(
+        why=content["why"].text(),
+        call=Call(**{name: content[name].integer() for name in call_fields if name in content}),
+        prefill_length=content["prefill_length"].integer(),
+        expect=_parse_expect(content["expect"]) if "expect" in content else Expect(),
+    )
+
+
+def _parse_expect(field: _Field) -> Expect:
+    names = [item.name for item in fields(Expect)]
+    content = field.object(names, optional=names)
+    return Expect(**{name: item.or_none(item.integer) for name, item in content.items()})
+
+
+def _parse_predicted(field: _Field) -> dict[str, Prediction]:
+    for target in field.mapping():
+        _Field(target, f"{field.path} (a target)").text()
+    return {target: _parse_prediction(item) for target, item in field.mapping().items()}
+
+
+def _parse_prediction(field: _Field) -> Prediction:
+    content = field.object(
+        [item.name for item in fields(Prediction)], optional=["raised", "violates"]
+    )
+    raised = content.get("raised", _Field(None))
+    return Prediction(
+        dry_run=_integer_or_none(content["dry_run"], least=None),
+        estimate=_integer_or_none(content["estimate"], least=None),
+        drawn=_integer_or_none(content["drawn"], least=0),
+        table_length=_integer_or_none(content["table_length"], least=0),
+        raised=raised.or_none(raised.text),
+        violates=content["violates"].slugs() if "violates" in content else (),
+    )
+
+
+def _integer_or_none(field: _Field, least: int | None) -> int | None:
+    return field.or_none(lambda: field.integer(least))
+
+
+# ---- words for errors ----------------------------------------------------------------------------
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise _Malformed(f"{_bare(twice)}: the field is given twice")
+    return content
+
+
+def _refuse_constant(constant: str) -> Any:
+    raise _Malformed(f"{constant} is not a number here")
+
+
+def _kind(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    names: dict[type, str] = {dict: "an object", list: "a list", str: "a string", float: "a float"}
+    return names.get(type(value), "an integer")
+
+
+def _shown(text: str) -> str:
+    return _one_line(json.dumps(text))
+
+
+def _bare(key: str) -> str:
+    return key if key.isidentifier() else _shown(key)
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 80 else line[:77] + "..."

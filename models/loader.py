@@ -1,0 +1,266 @@
+"""Load the KV-cache core of any vLLM tree with nothing installed.
+
+The core is a handful of modules that count blocks and touch no tensor. They are executed from their
+files, under names of their own, with an ``__import__`` of their own: the standard library is real,
+the core resolves inside the same tree, and everything else is a :class:`Placeholder`. Several trees
+therefore live side by side in one process, and neither the host's ``vllm`` nor ``sys.modules["vllm"]``
+is seen or changed.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import itertools
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
+INTERFACE = "vllm.v1.kv_cache_interface"
+BLOCK_POOL = "vllm.v1.core.block_pool"
+KV_CACHE_UTILS = "vllm.v1.core.kv_cache_utils"
+
+_HOME_OF = {
+    "MambaManager": MANAGERS,
+    "MambaSpec": INTERFACE,
+    "BlockPool": BLOCK_POOL,
+}
+#: Modules executed for real; the rest of vLLM and every third-party package is a placeholder.
+CORE_MODULES = frozenset(
+    {
+        MANAGERS,
+        INTERFACE,
+        BLOCK_POOL,
+        KV_CACHE_UTILS,
+        "vllm.utils.math_utils",
+        "vllm.v1.core.kv_cache_coordinator",
+        "vllm.v1.core.kv_cache_manager",
+        "vllm.v1.core.kv_cache_metrics",
+        "vllm.v1.hisparse.block_pool",
+        "vllm.v1.kv_cache_spec_registry",
+    }
+)
+
+_trees = itertools.count()
+
+
+class CoreError(Exception):
+    """The tree's KV-cache core cannot be loaded; one line saying what and where."""
+
+
+class PlaceholderUsed(Exception):
+    """Core code asked something outside the core for a value after loading was over."""
+
+
+class _Loading:
+    """Whether a tree is still being executed; placeholders are lenient only until then."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+
+class _OutsideCore:
+    """Base class of core classes that derive from something outside the core."""
+
+
+class Placeholder:
+    """Stands for a name outside the core.
+
+    While the tree loads it may be subclassed, subscripted, called and used as a decorator, since
+    module bodies do all of these. Afterwards a value that depends on it is an error, never a guess.
+    """
+
+    def __init__(self, name: str, loading: _Loading) -> None:
+        self._name, self._loading = name, loading
+
+    def __repr__(self) -> str:
+        return f"<outside the core: {self._name}>"
+
+    def __getattr__(self, name: str) -> Placeholder:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Placeholder(f"{self._name}.{name}", self._loading)
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        return (_OutsideCore,)
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return False
+
+    def __subclasscheck__(self, subclass: type) -> bool:
+        return False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._only_while_loading("called")
+        is_decorated = len(args) == 1 and isinstance(args[0], (types.FunctionType, type))
+        return args[0] if is_decorated and not kwargs else self
+
+    def __or__(self, other: object) -> Placeholder:
+        return self
+
+    __ror__ = __or__
+
+    def __getitem__(self, key: object) -> Placeholder:
+        self._only_while_loading("subscripted")
+        return self
+
+    def __bool__(self) -> bool:
+        self._only_while_loading("tested")
+        return False
+
+    def __iter__(self) -> Iterator[Any]:
+        self._only_while_loading("iterated")
+        return iter(())
+
+    def __index__(self) -> NoReturn:
+        raise PlaceholderUsed(f"{self._name} was used as a number")
+
+    def _only_while_loading(self, how: str) -> None:
+        if self._loading.done:
+            raise PlaceholderUsed(f"{self._name} is outside the core and was {how}")
+
+
+class _SilentLogger:
+    """What ``init_logger`` gives: every method accepts anything and does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+class Core:
+    """The loaded core of one tree.
+
+    Args:
+        root: Folder holding ``vllm/``.
+        rewrite: Applied to each module's syntax tree before it is compiled.
+        overrides: Names that replace builtins inside the core's modules.
+
+    Raises:
+        CoreError: The tree has no KV-cache core, or a module of it cannot be executed.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        rewrite: Callable[[ast.Module], ast.Module] | None = None,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.root = Path(root)
+        self._prefix = f"_capproof_tree{next(_trees)}."
+        self._rewrite = rewrite
+        self._loading = _Loading()
+        self._modules: dict[str, types.ModuleType] = {}
+        self._builtins = {**vars(builtins), "__import__": self._import, **(overrides or {})}
+        if self.file_of(MANAGERS) is None:
+            raise CoreError(f"{self.root}: no KV-cache core here ({_relative(MANAGERS)} is missing)")
+        try:
+            self.managers = self._load(MANAGERS)
+            self.interface = self._load(INTERFACE)
+            self.block_pool = self._load(BLOCK_POOL)
+            self.kv_cache_utils = self._load(KV_CACHE_UTILS)
+        except CoreError:
+            raise
+        except Exception as error:
+            where = self.location(error) or str(self.root)
+            raise CoreError(f"{where}: {type(error).__name__}: {error}") from error
+        self._loading.done = True
+
+    def symbol(self, module: str, name: str) -> Any:
+        """Return ``module.name`` of this tree.
+
+        Raises:
+            CoreError: The module or the name is not there (renamed in this release?).
+        """
+        found = self._load(module) if module not in self._modules else self._modules[module]
+        try:
+            return getattr(found, name)
+        except AttributeError:
+            raise CoreError(f"{found.__file__}: no {name} here (renamed?)") from None
+
+    def symbol_of(self, name: str) -> Any:
+        """Return a class of the core by its name alone: `MambaSpec`, `MambaManager`, `BlockPool`.
+
+        Raises:
+            CoreError: It is not where vLLM keeps it.
+        """
+        return self.symbol(_HOME_OF[name], name)
+
+    def symbol_of_manager(self, manager: str, method: str) -> Any:
+        """Return a manager's method.
+
+        Raises:
+            CoreError: The manager or the method is not there (renamed in this release?).
+        """
+        found = getattr(self.symbol_of(manager), method, None)
+        if found is None:
+            file = self.file_of(_HOME_OF[manager])
+            raise CoreError(f"{file}: no {manager}.{method} here (renamed?)")
+        return found
+
+    def file_of(self, module: str) -> Path | None:
+        """The file of a core module of this tree, or None where the tree has none."""
+        path = self.root / _relative(module)
+        return path if path.is_file() else None
+
+    def location(self, error: BaseException) -> str | None:
+        """``file:line`` of the innermost frame of ``error`` that lies in this tree."""
+        found = None
+        traceback = error.__traceback__
+        while traceback is not None:
+            file = traceback.tb_frame.f_code.co_filename
+            if Path(file).is_relative_to(self.root):
+                found = f"{Path(file).relative_to(self.root)}:{traceback.tb_lineno}"
+            traceback = traceback.tb_next
+        return found
+
+    def close(self) -> None:
+        """Forget the tree's modules."""
+        for name in self._modules:
+            sys.modules.pop(self._prefix + name, None)
+        self._modules.clear()
+
+    def _load(self, name: str) -> types.ModuleType:
+        if name in self._modules:
+            return self._modules[name]
+        file = self.file_of(name)
+        if file is None:
+            raise CoreError(f"{self.root}: {_relative(name)} is missing")
+        module = types.ModuleType(self._prefix + name)
+        module.__file__ = str(file)
+        module.__package__ = name.rpartition(".")[0]
+        vars(module)["__builtins__"] = self._builtins
+        self._modules[name] = sys.modules[module.__name__] = module
+        tree = ast.parse(file.read_bytes(), filename=str(file))
+        if self._rewrite is not None:
+            tree = ast.fix_missing_locations(self._rewrite(tree))
+        exec(compile(tree, str(file), "exec", dont_inherit=True), vars(module))
+        return module
+
+    def _import(
+        self,
+        name: str,
+        globals: Mapping[str, Any] | None = None,
+        locals: Mapping[str, Any] | None = None,
+        fromlist: tuple[str, ...] | None = (),
+        level: int = 0,
+    ) -> Any:
+        if level:
+            package = (globals or {})["__package__"].split(".")
+            name = ".".join([*package[: len(package) - level + 1], *filter(None, [name])])
+        if name.partition(".")[0] in sys.stdlib_module_names:
+            return builtins.__import__(name, globals, locals, fromlist or (), 0)
+        if not fromlist:
+            return Placeholder(name.partition(".")[0], self._loading)
+        if name == "vllm.logger":
+            return types.SimpleNamespace(**dict.fromkeys(fromlist, lambda *_: _SilentLogger()))
+        if name in CORE_MODULES and self.file_of(name) is not None:
+            return self._load(name)
+        return Placeholder(name, self._loading)
+
+
+def _relative(module: str) -> str:
+    return module.replace(".", "/") + ".py"

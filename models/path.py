@@ -1,0 +1,145 @@
+"""One path through the code: the decisions taken, and what they already imply.
+
+A path follows one sample (concrete values of every variable). A truth value met on the way is
+decided by what earlier decisions imply, else by the sample, and then it is written down. The
+literals of a finished path are therefore the exact condition under which the code runs that way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from models import term
+from models.evaluate import Evaluator
+from models.term import Bool, BoolLike, Coefficients, Int
+
+
+class NeedsDecision(Exception):
+    """While both sides of a connective are looked at, a decision would be needed."""
+
+
+class Path:
+    """The condition of one run, growing as the run goes on.
+
+    Args:
+        sample: Values of all variables; it must satisfy ``assumptions``.
+        assumptions: What holds on every path, so needs no literal.
+    """
+
+    def __init__(self, sample: Mapping[str, Any], assumptions: tuple[BoolLike, ...]) -> None:
+        self.literals: list[Bool] = []
+        self._evaluator = Evaluator(sample)
+        self._upper: dict[Coefficients, int] = {}
+        self._true: set[tuple[Any, ...]] = set()
+        self._speculating = False
+        for assumption in assumptions:
+            self._learn(assumption)
+
+    def decide(self, formula: Bool) -> bool:
+        """Return the formula's value on this path, and remember it if it was not implied."""
+        known = self.implied(formula)
+        if known is not None:
+            return known
+        if self._speculating:
+            raise NeedsDecision
+        value = self._evaluator.truth(formula)
+        literal = formula if value else term.negation(formula)
+        assert isinstance(literal, Bool)
+        self.literals.append(literal)
+        self._learn(literal)
+        return value
+
+    def implied(self, formula: Bool) -> bool | None:
+        """Return what earlier decisions say about the formula by linear facts; None is nothing."""
+        if formula._key in self._true:
+            return True
+        kind = formula.kind
+        if kind == "le":
+            return self._implied_at_most_zero(formula.args[0])
+        if kind == "eq":
+            return self._implied_zero(formula.args[0])
+        if kind == "not":
+            inner = self.implied(formula.args[0])
+            return None if inner is None else not inner
+        if kind == "var":
+            return False if ("not", id(formula)) in self._true else None
+        values = [self.implied(part) for part in formula.args]
+        absorbing = kind == "or"
+        if absorbing in values:
+            return absorbing
+        return None if None in values else not absorbing
+
+    @contextmanager
+    def supposing(self, *formulas: BoolLike) -> Iterator[None]:
+        """Look at what follows if ``formulas`` hold, without deciding anything.
+
+        Raises:
+            NeedsDecision: From inside, when something is neither implied nor decidable for free.
+        """
+        saved = self._upper.copy(), self._true.copy(), self._speculating
+        self._speculating = True
+        for formula in formulas:
+            self._learn(formula)
+        try:
+            yield
+        finally:
+            self._upper, self._true, self._speculating = saved
+
+    @property
+    def speculating(self) -> bool:
+        """Whether both sides of a connective are being looked at."""
+        return self._speculating
+
+    def _learn(self, formula: BoolLike) -> None:
+        if isinstance(formula, bool):
+            return
+        self._true.add(formula._key)
+        if formula.kind == "and":
+            for part in formula.args:
+                self._learn(part)
+        elif formula.kind == "le":
+            self._bound(formula.args[0])
+        elif formula.kind == "eq":
+            self._bound(formula.args[0])
+            self._bound(-formula.args[0])
+
+    def _bound(self, at_most_zero: Any) -> None:
+        terms, limit = at_most_zero.terms, -at_most_zero.constant
+        self._upper[terms] = min(limit, self._upper.get(terms, limit))
+
+    def _implied_at_most_zero(self, x: Int) -> bool | None:
+        upper = self._upper.get(x.terms)
+        if upper is not None and upper + x.constant <= 0:
+            return True
+        lower = self._upper.get(_opposite(x.terms))
+        if lower is not None and -lower + x.constant > 0:
+            return False
+        return None
+
+    def _implied_zero(self, x: Int) -> bool | None:
+        upper = self._upper.get(x.terms)
+        lower = self._upper.get(_opposite(x.terms))
+        if upper is not None and upper + x.constant < 0:
+            return False
+        if lower is not None and -lower + x.constant > 0:
+            return False
+        if upper is not None and lower is not None and upper == -lower == -x.constant:
+            return True
+        return False if ("not", id(term.is_zero(x))) in self._true else None
+
+
+def _opposite(terms: Coefficients) -> Coefficients:
+    return tuple((m, -c) for m, c in terms)
+
+
+@contextmanager
+def following(path: Path) -> Iterator[Path]:
+    """Decide every truth value met inside the block on ``path``."""
+    before: tuple[Callable[[Bool], bool] | None, Any] = (term.decide, term.implied)
+    term.decide, term.implied = path.decide, path.implied
+    try:
+        yield path
+    finally:
+        term.decide, term.implied = before

@@ -1,0 +1,274 @@
+"""Obligations and their verdicts: each theorem, for each kind of step, on one tree."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from models import intended, smt, term
+from models.evaluate import Evaluator
+from models.lift import Exploration, NotUnderstood, PathSummary, explore, lifted_core, summary_of
+from models.loader import Core
+from models.term import BoolLike
+from spec.assumptions import CHECKPOINT_BLOCKS, SPECULATIVE_BLOCKS, TABLE_HOLDS_COMPUTED_STATE
+from spec.theorems import OBLIGATIONS, THEOREMS, Need, Pool, Theorem
+from spec.vocabulary import Situation, Step
+
+MANAGER = "mamba-align"
+SCOPE = (
+    "block size, hash block size, alignment and token counts unbounded; "
+    f"S {SPECULATIVE_BLOCKS[0]}..{SPECULATIVE_BLOCKS[-1]}, "
+    f"K {CHECKPOINT_BLOCKS[0]}..{CHECKPOINT_BLOCKS[-1]}; EAGLE drop on and off; "
+    "dense and sparse retention"
+)
+#: Order in which a counterexample's values are made least; what is left out does not matter to it.
+_LEAST_FIRST = (
+    "has_checkpoint_before",
+    "num_prefill_checkpoint_blocks",
+    "num_speculative_blocks",
+    "prefill_end",
+    "block_size",
+    "hash_block_size",
+    "prefill_checkpoint_alignment",
+    "num_computed_tokens",
+    "num_tokens_main_model",
+    "num_tokens",
+    "prefill_length",
+    "free_blocks",
+    "watermark_blocks",
+    "reserved_blocks",
+)
+_Record = TypeVar("_Record", Situation, Step)
+
+
+class Verdict(Enum):
+    """What is known of an obligation; nothing but PROVED is a pass."""
+
+    REFUTED = "REFUTED"
+    UNSUPPORTED = "UNSUPPORTED"
+    UNKNOWN = "UNKNOWN"
+    VACUOUS = "VACUOUS"
+    PROVED = "PROVED"
+
+
+#: The worst first: over enumerated parameters the worst verdict stands.
+_WORST_FIRST = tuple(Verdict)
+
+
+@dataclass(frozen=True)
+class Counterexample:
+    """A step that breaks a claim, in numbers.
+
+    Attributes:
+        situation: What the step was asked, and the state it started from.
+        step: What the lifted code does then.
+        need: What the intended model says the step needs, in blocks.
+        raised_at: `file:line` in the tree, where the step raises.
+    """
+
+    situation: Situation
+    step: Step
+    need: int
+    raised_at: str | None
+
+
+@dataclass(frozen=True)
+class Obligation:
+    """One theorem for one kind of step of one tree, and its verdict.
+
+    Attributes:
+        assumptions: What a proof used (its unsat core), else all that were in force.
+        seconds: Time spent, its share of the exploration included.
+        reason: Why there is no verdict, or None.
+    """
+
+    family: str
+    tags: tuple[str, ...]
+    theorem: str
+    verdict: Verdict
+    assumptions: tuple[str, ...]
+    seconds: float
+    counterexample: Counterexample | None = None
+    reason: str | None = None
+    scope: str = SCOPE
+    num_paths: int = 0
+
+
+def prove(
+    root: Path,
+    *,
+    families: Sequence[str] = (),
+    theorems: Sequence[str] = (),
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> Iterator[Obligation]:
+    """Yield a verdict per family with tags and theorem; empty selections mean all.
+
+    Raises:
+        CoreError: The tree cannot be loaded, or lacks a symbol that a step needs.
+    """
+    core = lifted_core(root)
+    chosen = [THEOREMS[slug] for slug in THEOREMS if not theorems or slug in theorems]
+    for family, tags in OBLIGATIONS:
+        if families and family not in families:
+            continue
+        on_progress(f"{family} {' '.join(tags)}".strip())
+        yield from _of_family(core, family, tags, chosen)
+
+
+def _of_family(
+    core: Core, family: str, tags: tuple[str, ...], theorems: Sequence[Theorem]
+) -> Iterator[Obligation]:
+    started = time.perf_counter()
+    try:
+        explorations = [explore(core, family, tags, eagle=eagle) for eagle in (False, True)]
+    except NotUnderstood as error:
+        share = (time.perf_counter() - started) / len(theorems)
+        for theorem in theorems:
+            yield Obligation(
+                family, tags, theorem.slug, Verdict.UNSUPPORTED, (), share, reason=str(error)
+            )
+        return
+    share = (time.perf_counter() - started) / len(theorems)
+    provers = [Prover(exploration) for exploration in explorations]
+    for theorem in theorems:
+        started = time.perf_counter()
+        parts = []
+        for prover in provers:
+            parts.append(prover.settle(theorem))
+            if parts[-1].verdict is Verdict.REFUTED:
+                break
+        worst = min(parts, key=lambda part: _WORST_FIRST.index(part.verdict))
+        used = dict.fromkeys(slug for part in parts for slug in part.assumptions)
+        yield Obligation(
+            family,
+            tags,
+            theorem.slug,
+            worst.verdict,
+            tuple(used),
+            share + time.perf_counter() - started,
+            worst.counterexample,
+            worst.reason,
+            num_paths=sum(len(exploration.paths) for exploration in explorations),
+        )
+
+
+@dataclass(frozen=True)
+class _Part:
+    verdict: Verdict
+    assumptions: tuple[str, ...]
+    counterexample: Counterexample | None = None
+    reason: str | None = None
+
+
+class Prover:
+    """Settles theorems on one exploration."""
+
+    def __init__(self, exploration: Exploration) -> None:
+        self.exploration = exploration
+        self._question = smt.Question(exploration.assumptions)
+        self._pool = Pool(
+            term.int_var("free_blocks", 0),
+            term.int_var("watermark_blocks", 0),
+            term.int_var("reserved_blocks", 0),
+        )
+        self._need = Need(intended.need(exploration.situation))
+
+    def settle(self, theorem: Theorem) -> _Part:
+        """Return the verdict of a theorem.
+
+        Unsat iff the claim holds in every step of the exploration; a model is a step that breaks it.
+        """
+        in_force = self._with_state_assumption(self.exploration.assumptions)
+        result = self._question.ask(self.violation(theorem))
+        if result.answer is smt.Answer.SAT:
+            found = self._least(result.values, self.violation(theorem))
+            return _Part(Verdict.REFUTED, in_force, self._counterexample(found))
+        if result.answer is smt.Answer.UNKNOWN:
+            return _Part(Verdict.UNKNOWN, in_force, reason=result.reason)
+        witness = self._has_witness(theorem)
+        if witness.answer is smt.Answer.UNKNOWN:
+            return _Part(Verdict.UNKNOWN, in_force, reason=f"witness: {witness.reason}")
+        if witness.answer is smt.Answer.UNSAT:
+            return _Part(Verdict.VACUOUS, in_force, reason="no step shows the theorem's witness")
+        used = self._with_state_assumption((*self.exploration.core, *result.core))
+        return _Part(Verdict.PROVED, used)
+
+    def violation(self, theorem: Theorem) -> BoolLike:
+        """Return the formula of all steps that break the claim."""
+        return term.disjunction(
+            term.conjunction((path.condition, term.negation(self._claim(theorem, path))))
+            for path in self.exploration.paths
+            if path.step.raised is None or theorem.survives_exception
+        )
+
+    def smtlib(self, theorem: Theorem) -> str:
+        """Return the theorem's question as an SMT-LIB 2 script; unsat means proved."""
+        question = smt.Question()
+        question.add(*self.exploration.assumptions.values(), self.violation(theorem))
+        return question.smtlib()
+
+    def _claim(self, theorem: Theorem, path: PathSummary) -> BoolLike:
+        return theorem.claim(self.exploration.situation, path.step, self._pool, self._need)
+
+    def _has_witness(self, theorem: Theorem) -> smt.Result:
+        interesting = [
+            (path.condition, theorem.witness(self.exploration.situation, path.step))
+            for path in self.exploration.paths
+            if path.step.raised is None
+        ]
+        for sample in self.exploration.samples:
+            evaluator = Evaluator(sample)
+            if any(evaluator.truth(where) and evaluator.truth(what) for where, what in interesting):
+                return smt.Result(smt.Answer.SAT, sample)
+        return self._question.ask(term.disjunction(map(term.conjunction, interesting)))
+
+    def _least(self, values: Mapping[str, Any], violation: BoolLike) -> Mapping[str, Any]:
+        question = smt.Question()
+        question.add(*self.exploration.assumptions.values(), violation)
+        return question.minimize(values, _variables_in_order())
+
+    def _counterexample(self, values: Mapping[str, Any]) -> Counterexample:
+        path = summary_of(self.exploration, values)
+        assert path is not None, "a model breaks an assumption"
+        evaluator = Evaluator(values)
+        return Counterexample(
+            in_numbers(self.exploration.situation, evaluator),
+            in_numbers(path.step, evaluator),
+            evaluator.number(self._need.blocks),
+            path.raised_at,
+        )
+
+    def _with_state_assumption(self, slugs: Mapping[str, Any] | Sequence[str]) -> tuple[str, ...]:
+        """The table's length is that assumption put to use, so a proof cannot do without it."""
+        has_table = not isinstance(self.exploration.situation.table_length, int)
+        built_in = (TABLE_HOLDS_COMPUTED_STATE.slug,) if has_table else ()
+        return tuple(dict.fromkeys((*built_in, *slugs)))
+
+
+def _variables_in_order() -> list[term.IntLike]:
+    declared = {a.args[0]: a for a in term.ATOMS if a.kind == "var"}
+    order: list[term.IntLike] = []
+    for name in _LEAST_FIRST:
+        if name.startswith("has_"):
+            order.append(term.int_of(term.bool_var(name)))
+        elif name in declared:
+            order.append(term.int_var(name, declared[name].low, declared[name].high))
+    return order
+
+
+def in_numbers(record: _Record, evaluator: Evaluator) -> _Record:
+    """Return a situation or step with every term replaced by its value."""
+    changes: dict[str, Any] = {}
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, term.Bool):
+            changes[field.name] = evaluator.truth(value)
+        elif isinstance(value, term.Int):
+            changes[field.name] = evaluator.number(value)
+        elif hasattr(value, "__dataclass_fields__"):
+            changes[field.name] = in_numbers(value, evaluator)
+    return replace(record, **changes)

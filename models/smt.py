@@ -1,0 +1,243 @@
+"""The only module that knows the solver.
+
+Terms are translated once each; a floor division becomes a fresh integer with its defining bounds,
+so that the solver sees products and linear facts instead of ``div``. One function calls ``check``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import z3
+
+from models import term
+from models.evaluate import Evaluator
+from models.term import ATOMS, Bool, BoolLike, Int, IntLike
+
+#: Solver steps (not seconds) per question, so that an answer does not depend on the machine.
+RESOURCE_LIMIT = 30_000_000
+LOGIC = "QF_UFNIA"
+SOLVER_VERSION = z3.get_version_string()
+
+
+class Answer(Enum):
+    """What a solver can say; unknown is never rounded to either of the others."""
+
+    SAT = "sat"
+    UNSAT = "unsat"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Result:
+    """The answer to one question.
+
+    Attributes:
+        answer: sat, unsat or unknown.
+        values: A model, by variable name, where sat; arrays are mappings.
+        core: Slugs of the named formulas that a refutation used, where unsat.
+        reason: The solver's words and the budget, where unknown.
+    """
+
+    answer: Answer
+    values: Mapping[str, Any] = field(default_factory=dict)
+    core: tuple[str, ...] = ()
+    reason: str | None = None
+
+
+class ModelMismatch(AssertionError):
+    """A solver model does not satisfy the formulas when evaluated in plain Python."""
+
+
+class Question:
+    """A growing set of formulas put to the solver, incrementally.
+
+    Args:
+        named: Formulas that a refutation may turn out not to need, by slug.
+    """
+
+    def __init__(self, named: Mapping[str, BoolLike] | None = None) -> None:
+        self._solver = z3.SolverFor(LOGIC)
+        self._solver.set("rlimit", RESOURCE_LIMIT)
+        self._encoder = _Encoder(self._solver)
+        self._formulas: list[BoolLike] = []
+        self._labels: dict[str, z3.BoolRef] = {}
+        for name, formula in (named or {}).items():
+            label = self._labels[name] = z3.Bool(f"assumption:{name}")
+            self._solver.add(z3.Implies(label, self._encoder.formula(formula)))
+            self._formulas.append(formula)
+
+    def add(self, *formulas: BoolLike) -> None:
+        """Require formulas from now on."""
+        self._solver.add(*[self._encoder.formula(formula) for formula in formulas])
+        self._formulas += formulas
+
+    def ask(self, *also: BoolLike) -> Result:
+        """Ask whether all formulas can hold together, and these besides.
+
+        Raises:
+            ModelMismatch: The solver's model is none in plain Python.
+        """
+        encoded = [self._encoder.formula(formula) for formula in also]
+        self._solver.push()
+        self._solver.add(*encoded)
+        try:
+            return self._check((*self._formulas, *also))
+        finally:
+            self._solver.pop()
+
+    def _check(self, formulas: tuple[BoolLike, ...]) -> Result:
+        answer = self._solver.check(*self._labels.values())
+        if answer == z3.unsat:
+            used = {str(label) for label in self._solver.unsat_core()}
+            core = tuple(name for name, label in self._labels.items() if str(label) in used)
+            return Result(Answer.UNSAT, core=core)
+        if answer == z3.unknown:
+            reason = f"{self._solver.reason_unknown()} (budget: {RESOURCE_LIMIT:,} solver steps)"
+            return Result(Answer.UNKNOWN, reason=reason)
+        values = self._encoder.values(self._solver.model())
+        evaluator = Evaluator(values)
+        for formula in formulas:
+            if not evaluator.truth(formula):
+                raise ModelMismatch(f"the solver's model does not satisfy {term.show(formula)}")
+        return Result(Answer.SAT, values=values)
+
+    def minimize(self, values: Mapping[str, Any], order: Sequence[IntLike]) -> Mapping[str, Any]:
+        """Return the model with the least values of ``order``, the first one first.
+
+        ``values`` is a model to start from. Each term must have a lower bound by declaration.
+        """
+        pins: list[BoolLike] = []
+        for target in order:
+            low, _ = term.bounds(target)
+            assert low is not None, f"{term.show(target)} has no lower bound"
+            high = Evaluator(values).number(target)
+            while low < high:
+                middle = (low + high) // 2
+                result = self.ask(*pins, target <= middle)
+                if result.answer is Answer.SAT:
+                    values, high = result.values, Evaluator(result.values).number(target)
+                else:
+                    low = middle + 1
+            pins.append(target == high)
+        return values
+
+    def smtlib(self) -> str:
+        """The question as an SMT-LIB 2 script."""
+        solver = z3.Solver()
+        solver.add(*self._solver.assertions(), *self._labels.values())
+        return solver.to_smt2()
+
+
+class _Encoder:
+    """Translates terms; side conditions of atoms go to the solver in the scope that needs them."""
+
+    def __init__(self, solver: z3.Solver) -> None:
+        self._solver = solver
+        self._atoms: dict[int, z3.ArithRef] = {}
+        self._formulas: dict[int, z3.BoolRef] = {}
+        self._truths: dict[str, z3.BoolRef] = {}
+        self._cells: dict[int, tuple[str, z3.ArithRef]] = {}
+        self._quotients: dict[Any, list[tuple[z3.ArithRef, IntLike]]] = {}
+
+    def formula(self, x: BoolLike) -> z3.BoolRef:
+        if isinstance(x, bool):
+            return z3.BoolVal(x)
+        found = self._formulas.get(id(x))
+        if found is None:
+            found = self._formulas[id(x)] = self._encode(x)
+        return found
+
+    def number(self, x: IntLike) -> z3.ArithRef:
+        if isinstance(x, int):
+            return z3.IntVal(x)
+        parts = [z3.IntVal(x.constant)] if x.constant else []
+        for monomial, coefficient in x.terms:
+            factors = [self._atom(uid) for uid in monomial]
+            product = factors[0]
+            for factor in factors[1:]:
+                product = product * factor
+            parts.append(product if coefficient == 1 else coefficient * product)
+        return parts[0] if len(parts) == 1 else z3.Sum(parts)
+
+    def values(self, model: z3.ModelRef) -> dict[str, Any]:
+        def integer(x: z3.ArithRef) -> int:
+            return int(model.eval(x, model_completion=True).as_long())
+
+        values: dict[str, Any] = {}
+        for uid, encoded in self._atoms.items():
+            if ATOMS[uid].kind == "var":
+                values[ATOMS[uid].args[0]] = integer(encoded)
+        for name, truth in self._truths.items():
+            values[name] = z3.is_true(model.eval(truth, model_completion=True))
+        for uid, (array, index) in self._cells.items():
+            values.setdefault(array, {})[integer(index)] = integer(self._atoms[uid])
+        return values
+
+    def _encode(self, x: Bool) -> z3.BoolRef:
+        kind, args = x.kind, x.args
+        if kind in ("le", "eq"):
+            rest, constant = self._split(args[0])
+            return rest <= constant if kind == "le" else rest == constant
+        if kind == "var":
+            return self._truths.setdefault(args[0], z3.Bool(args[0]))
+        if kind == "not":
+            return z3.Not(self.formula(args[0]))
+        parts = [self.formula(part) for part in args]
+        return z3.And(parts) if kind == "and" else z3.Or(parts)
+
+    def _order(self, args: tuple[IntLike, IntLike], quotient: z3.ArithRef) -> None:
+        """Say that division by one positive divisor is monotone: it spares the solver products."""
+        numerator, divisor = args
+        for other, its_numerator in self._quotients.setdefault(_key(divisor), []):
+            forward = term.at_most_zero(numerator - its_numerator)
+            backward = term.at_most_zero(its_numerator - numerator)
+            self._solver.add(
+                z3.Implies(self.formula(forward), quotient <= other),
+                z3.Implies(self.formula(backward), other <= quotient),
+            )
+        self._quotients[_key(divisor)].append((quotient, numerator))
+
+    def _split(self, x: Int) -> tuple[z3.ArithRef, z3.ArithRef]:
+        without = x - x.constant
+        return self.number(without), z3.IntVal(-x.constant)
+
+    def _atom(self, uid: int) -> z3.ArithRef:
+        found = self._atoms.get(uid)
+        if found is not None:
+            return found
+        atom = ATOMS[uid]
+        if atom.kind == "choice":
+            condition, then, otherwise = atom.args
+            encoded = z3.If(self.formula(condition), self.number(then), self.number(otherwise))
+        elif atom.kind == "cell":
+            array, index = atom.args
+            at = z3.Function(array, z3.IntSort(), z3.IntSort())
+            place = self.number(index)
+            encoded = at(place)
+            self._cells[uid] = (array, place)
+        elif atom.kind == "div":
+            numerator, divisor = map(self.number, atom.args)
+            encoded = z3.Int(f"quotient{uid}")
+            whole = divisor * encoded
+            self._solver.add(
+                z3.Implies(divisor > 0, z3.And(whole <= numerator, numerator < whole + divisor))
+            )
+            self._order(atom.args, encoded)
+        else:
+            encoded = z3.Int(atom.args[0])
+        self._atoms[uid] = encoded
+        if atom.kind != "choice":
+            bounds: Iterable[z3.BoolRef] = [
+                *([encoded >= atom.low] if atom.low is not None else []),
+                *([encoded <= atom.high] if atom.high is not None else []),
+            ]
+            self._solver.add(*bounds)
+        return encoded
+
+
+def _key(x: IntLike) -> Any:
+    return x if isinstance(x, int) else x._key

@@ -1,0 +1,533 @@
+"""Integers and truth values that stand for every case at once.
+
+An :class:`Int` is a polynomial over atoms in normal form, a :class:`Bool` a formula over linear-form
+comparisons; both are interned, so that equal terms are one object and equality of normal forms costs
+nothing. Arithmetic on them is Python's own: ``//`` and ``%`` floor, for negative divisors too.
+What simplifies to a number or a truth value *is* a Python ``int`` or ``bool``, so nothing downstream
+has to ask. Testing a :class:`Bool` (``if``, ``assert``) asks the current path to decide it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn, Union
+
+IntLike = Union[int, "Int"]
+BoolLike = Union[bool, "Bool"]
+
+#: A product of atoms, as ascending atom ids; the empty product is never stored.
+Monomial = tuple[int, ...]
+Coefficients = tuple[tuple[Monomial, int], ...]
+
+
+class Unsupported(Exception):
+    """The lifter does not understand a construct; the message names it."""
+
+
+@dataclass(frozen=True)
+class Atom:
+    """An indivisible integer: a variable, a floor division, a choice or a cell of an array.
+
+    ``low`` and ``high`` are bounds known from the declaration; None is no bound.
+    """
+
+    uid: int
+    kind: str  # "var" | "div" | "choice" | "cell"
+    args: tuple[Any, ...]
+    low: int | None
+    high: int | None
+
+
+ATOMS: Final[list[Atom]] = []
+_atom_of: Final[dict[tuple[Any, ...], Atom]] = {}
+_int_of: Final[dict[tuple[Coefficients, int], Int]] = {}
+_bool_of: Final[dict[tuple[Any, ...], Bool]] = {}
+
+#: Set by `models.path`: decides a formula on the path being executed.
+decide: Callable[[Bool], bool] | None = None
+#: Set by `models.path`: what the path already implies about a formula, None where nothing.
+implied: Callable[[Bool], bool | None] = lambda formula: None
+
+
+def _intern_atom(
+    kind: str, args: tuple[Any, ...], low: int | None = None, high: int | None = None
+) -> Int:
+    key = (kind, *(arg._key if isinstance(arg, Int | Bool) else arg for arg in args))
+    atom = _atom_of.get(key)
+    if atom is None:
+        atom = _atom_of[key] = Atom(len(ATOMS), kind, args, low, high)
+        ATOMS.append(atom)
+    result = _make({(atom.uid,): 1}, 0)
+    assert isinstance(result, Int)
+    return result
+
+
+def _make(coefficients: dict[Monomial, int], constant: int) -> IntLike:
+    terms = tuple(sorted((m, c) for m, c in coefficients.items() if c))
+    if not terms:
+        return constant
+    key = (terms, constant)
+    found = _int_of.get(key)
+    if found is None:
+        found = _int_of[key] = Int(terms, constant)
+    return found
+
+
+class _Unsupporting:
+    """Operations that would turn a term into a guess."""
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise Unsupported(f"{what} of a symbolic {type(self).__name__.lower()}")
+
+    def __index__(self) -> NoReturn:
+        self._refuse("use as an index or a count")
+
+    def __float__(self) -> NoReturn:
+        self._refuse("conversion to float")
+
+    def __truediv__(self, other: object) -> NoReturn:
+        self._refuse("true division")
+
+    def __pow__(self, other: object) -> NoReturn:
+        self._refuse("power")
+
+    def __lshift__(self, other: object) -> NoReturn:
+        self._refuse("shift")
+
+    def __hash__(self) -> NoReturn:
+        self._refuse("hash")
+
+    __rtruediv__ = __truediv__
+    __rpow__ = __pow__
+    __rshift__ = __rlshift__ = __rrshift__ = __lshift__
+    __int__ = __index__
+
+
+class Int(_Unsupporting):
+    """A polynomial ``constant + sum(coefficient * product of atoms)`` that is not a number."""
+
+    __slots__ = ("_key", "constant", "terms")
+
+    def __init__(self, terms: Coefficients, constant: int) -> None:
+        self.terms, self.constant = terms, constant
+        self._key = (terms, constant)
+
+    __hash__ = _Unsupporting.__hash__
+
+    def __repr__(self) -> str:
+        return show(self)
+
+    def __bool__(self) -> bool:
+        return bool(self != 0)
+
+    def __neg__(self) -> IntLike:
+        return _make({m: -c for m, c in self.terms}, -self.constant)
+
+    def __pos__(self) -> Int:
+        return self
+
+    def __abs__(self) -> IntLike:
+        return choose(self >= 0, self, -self)
+
+    def __add__(self, other: Any) -> Any:
+        if isinstance(other, Bool):
+            other = int_of(other)
+        if isinstance(other, int):
+            return _make(dict(self.terms), self.constant + other)
+        if not isinstance(other, Int):
+            return NotImplemented
+        total = dict(self.terms)
+        for m, c in other.terms:
+            total[m] = total.get(m, 0) + c
+        return _make(total, self.constant + other.constant)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        if isinstance(other, Bool):
+            other = int_of(other)
+        return self + -other if isinstance(other, int | Int) else NotImplemented
+
+    def __rsub__(self, other: Any) -> Any:
+        return -self + other
+
+    def __mul__(self, other: Any) -> Any:
+        if isinstance(other, Bool):
+            other = int_of(other)
+        if isinstance(other, int):
+            return _make({m: c * other for m, c in self.terms}, self.constant * other)
+        if not isinstance(other, Int):
+            return NotImplemented
+        product: dict[Monomial, int] = {}
+        for m1, c1 in (*self.terms, ((), self.constant)):
+            for m2, c2 in (*other.terms, ((), other.constant)):
+                m = tuple(sorted(m1 + m2))
+                product[m] = product.get(m, 0) + c1 * c2
+        return _make(product, product.pop((), 0))
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, other: Any) -> Any:
+        return floor_div(self, other) if isinstance(other, int | Int) else NotImplemented
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return floor_div(other, self) if isinstance(other, int) else NotImplemented
+
+    def __mod__(self, other: Any) -> Any:
+        return self - other * (self // other) if isinstance(other, int | Int) else NotImplemented
+
+    def __rmod__(self, other: Any) -> Any:
+        return other - self * (other // self) if isinstance(other, int) else NotImplemented
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __le__(self, other: Any) -> Any:
+        return at_most_zero(self - other)
+
+    def __lt__(self, other: Any) -> Any:
+        return at_most_zero(self - other + 1)
+
+    def __ge__(self, other: Any) -> Any:
+        return at_most_zero(other - self)
+
+    def __gt__(self, other: Any) -> Any:
+        return at_most_zero(other - self + 1)
+
+    def __eq__(self, other: object) -> Any:
+        if isinstance(other, int | Int | Bool):
+            return is_zero(self - other)
+        return False
+
+    def __ne__(self, other: object) -> Any:
+        return negation(self == other)
+
+
+class Bool(_Unsupporting):
+    """A formula: ``le`` and ``eq`` compare a polynomial with 0; ``var``, ``not``, ``and``, ``or``."""
+
+    __slots__ = ("_key", "_negation", "args", "kind")
+
+    def __init__(self, kind: str, args: tuple[Any, ...]) -> None:
+        self.kind, self.args = kind, args
+        self._negation: BoolLike | None = None
+        self._key = (kind, *(id(arg) if isinstance(arg, Int | Bool) else arg for arg in args))
+
+    __hash__ = _Unsupporting.__hash__
+
+    def __repr__(self) -> str:
+        return show(self)
+
+    def __bool__(self) -> bool:
+        if decide is None:
+            raise Unsupported("a symbolic truth value was tested outside a path")
+        return decide(self)
+
+    def __and__(self, other: Any) -> Any:
+        return conjunction((self, other)) if isinstance(other, bool | Bool) else NotImplemented
+
+    __rand__ = __and__
+
+    def __or__(self, other: Any) -> Any:
+        return disjunction((self, other)) if isinstance(other, bool | Bool) else NotImplemented
+
+    __ror__ = __or__
+
+    def __xor__(self, other: Any) -> Any:
+        if isinstance(other, bool):
+            return negation(self) if other else self
+        if not isinstance(other, Bool):
+            return NotImplemented
+        return (self & negation(other)) | (negation(self) & other)
+
+    __rxor__ = __xor__
+
+    def __eq__(self, other: object) -> Any:
+        if isinstance(other, bool | Bool):
+            return negation(self ^ other)
+        return int_of(self) == other if isinstance(other, int | Int) else False
+
+    def __ne__(self, other: object) -> Any:
+        return negation(self == other)
+
+    def choose(self, then: Any, otherwise: Any) -> Any:
+        """``then`` where the formula holds, ``otherwise`` elsewhere (`spec.logic.choose`)."""
+        return choose(self, then, otherwise)
+
+    def __add__(self, other: Any) -> Any:
+        return int_of(self) + other
+
+    def __sub__(self, other: Any) -> Any:
+        return int_of(self) - other
+
+    def __rsub__(self, other: Any) -> Any:
+        return other - int_of(self)
+
+    def __mul__(self, other: Any) -> Any:
+        return int_of(self) * other
+
+    def __le__(self, other: Any) -> Any:
+        return int_of(self) <= other
+
+    def __lt__(self, other: Any) -> Any:
+        return int_of(self) < other
+
+    def __ge__(self, other: Any) -> Any:
+        return int_of(self) >= other
+
+    def __gt__(self, other: Any) -> Any:
+        return int_of(self) > other
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+def _formula(kind: str, *args: Any) -> Bool:
+    candidate = Bool(kind, args)
+    return _bool_of.setdefault(candidate._key, candidate)
+
+
+def int_var(name: str, low: int | None = None, high: int | None = None) -> Int:
+    """Declare an integer variable; a second declaration must repeat the bounds."""
+    variable = _intern_atom("var", (name,), low, high)
+    atom = ATOMS[variable.terms[0][0][0]]
+    assert (atom.low, atom.high) == (low, high), f"{name} was declared with other bounds"
+    return variable
+
+
+def bool_var(name: str) -> Bool:
+    """Declare a truth-value variable."""
+    return _formula("var", name)
+
+
+def cell(array: str, index: IntLike) -> Int:
+    """The integer at ``index`` of an array of which nothing else is known."""
+    return _intern_atom("cell", (array, index))
+
+
+def at_most_zero(x: IntLike) -> BoolLike:
+    """``x <= 0`` in normal form: coprime coefficients, constant rounded to an integer bound."""
+    if isinstance(x, int):
+        return x <= 0
+    low, high = bounds(x)
+    if high is not None and high <= 0:
+        return True
+    if low is not None and low > 0:
+        return False
+    divisor = math.gcd(*(c for _, c in x.terms))
+    reduced = _make({m: c // divisor for m, c in x.terms}, -(-x.constant // divisor))
+    return _formula("le", reduced)
+
+
+def is_zero(x: IntLike) -> BoolLike:
+    """``x == 0`` in normal form: coprime coefficients, the first one positive."""
+    if isinstance(x, int):
+        return x == 0
+    low, high = bounds(x)
+    divisor = math.gcd(*(c for _, c in x.terms))
+    if (low is not None and low > 0) or (high is not None and high < 0) or x.constant % divisor:
+        return False
+    if x.terms[0][1] < 0:
+        divisor = -divisor
+    return _formula("eq", _make({m: c // divisor for m, c in x.terms}, x.constant // divisor))
+
+
+def negation(x: BoolLike) -> BoolLike:
+    """The formula that holds exactly where ``x`` does not."""
+    if isinstance(x, bool):
+        return not x
+    if x._negation is None:
+        x._negation = opposite = _negated(x)
+        if isinstance(opposite, Bool) and opposite._negation is None:
+            opposite._negation = x
+    return x._negation
+
+
+def _negated(x: Bool) -> BoolLike:
+    if x.kind == "le":
+        return at_most_zero(1 - x.args[0])
+    if x.kind == "and":
+        return disjunction(negation(part) for part in x.args)
+    if x.kind == "or":
+        return conjunction(negation(part) for part in x.args)
+    return x.args[0] if x.kind == "not" else _formula("not", x)  # type: ignore[no-any-return]
+
+
+def conjunction(parts: Iterable[BoolLike]) -> BoolLike:
+    """All of ``parts``; True where there are none."""
+    return _gather("and", parts, absorbing=False)
+
+
+def disjunction(parts: Iterable[BoolLike]) -> BoolLike:
+    """Any of ``parts``; False where there are none."""
+    return _gather("or", parts, absorbing=True)
+
+
+def _gather(kind: str, parts: Iterable[BoolLike], *, absorbing: bool) -> BoolLike:
+    kept: dict[tuple[Any, ...], Bool] = {}
+    for part in parts:
+        if isinstance(part, bool):
+            if part is absorbing:
+                return absorbing
+            continue
+        for piece in part.args if part.kind == kind else (part,):
+            if piece.kind not in ("and", "or"):
+                opposite = negation(piece)
+                if isinstance(opposite, Bool) and opposite._key in kept:
+                    return absorbing
+            kept[piece._key] = piece
+    if not kept:
+        return not absorbing
+    return next(iter(kept.values())) if len(kept) == 1 else _formula(kind, *kept.values())
+
+
+def choose(condition: BoolLike, then: Any, otherwise: Any) -> Any:
+    """``then if condition else otherwise`` without taking a side."""
+    if isinstance(condition, Bool):
+        known = implied(condition)
+        condition = condition if known is None else known
+    if isinstance(condition, bool):
+        return then if condition else otherwise
+    if then is otherwise:
+        return then
+    if isinstance(then, bool | Bool) and isinstance(otherwise, bool | Bool):
+        return (condition & then) | (negation(condition) & otherwise)
+    if isinstance(then, int | Int) and isinstance(otherwise, int | Int):
+        if condition.kind == "not":
+            condition, then, otherwise = condition.args[0], otherwise, then
+        low, high = _hull(bounds(then), bounds(otherwise))
+        return _intern_atom("choice", (condition, then, otherwise), low, high)
+    raise Unsupported(f"a choice between {type(then).__name__} and {type(otherwise).__name__}")
+
+
+def int_of(x: BoolLike | IntLike) -> IntLike:
+    """Python's ``int(x)``: 1 for true, 0 for false, numbers as they are."""
+    return choose(x, 1, 0) if isinstance(x, bool | Bool) else x
+
+
+def floor_div(a: IntLike, b: IntLike) -> IntLike:
+    """Python's ``a // b``.
+
+    Raises:
+        ZeroDivisionError: ``b`` is 0, or may be on the current path and the path takes that side.
+    """
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b
+    low, high = bounds(b)
+    if high is not None and high < 0:
+        return floor_div(-a, -b)
+    if low is None or low <= 0:
+        if b == 0:
+            raise ZeroDivisionError("integer division or modulo by zero")
+        if b < 0:
+            return floor_div(-a, -b)
+    whole, rest = _multiples_of(b, a)
+    if isinstance(rest, int) and rest in (0, -1):
+        return whole + rest  # 0 // b is 0 and -1 // b is -1 for every b > 0
+    if isinstance(rest, Int) and rest.terms[0][1] < 0:
+        # One form for floor and ceiling: (-a) // b == -((a - 1) // b) - 1 for every b > 0.
+        return whole - floor_div(-rest - 1, b) - 1
+    rest_low, rest_high = bounds(rest)
+    quotient = _intern_atom(
+        "div",
+        (rest, b),
+        None if rest_low is None else (0 if rest_low >= 0 else rest_low),
+        None if rest_high is None else (-1 if rest_high < 0 else rest_high),
+    )
+    return quotient + whole
+
+
+def _multiples_of(b: IntLike, a: IntLike) -> tuple[IntLike, IntLike]:
+    """Split ``a`` into ``b * whole + rest`` as far as the normal forms show it."""
+    if isinstance(a, int):
+        return 0, a
+    if isinstance(b, int):
+        whole = {m: c // b for m, c in a.terms}
+        rest = {m: c % b for m, c in a.terms}
+        return _make(whole, a.constant // b), _make(rest, a.constant % b)
+    if len(b.terms) != 1 or b.constant or b.terms[0][1] != 1:
+        return 0, a
+    factor = b.terms[0][0]
+    whole_terms, rest_terms, constant = {}, {}, 0
+    for m, c in a.terms:
+        left = _without(m, factor)
+        if left is None:
+            rest_terms[m] = c
+        elif left:
+            whole_terms[left] = c
+        else:
+            constant = c
+    return _make(whole_terms, constant), _make(rest_terms, a.constant)
+
+
+def _without(monomial: Monomial, factor: Monomial) -> Monomial | None:
+    left = list(monomial)
+    for uid in factor:
+        if uid not in left:
+            return None
+        left.remove(uid)
+    return tuple(left)
+
+
+def bounds(x: IntLike) -> tuple[int | None, int | None]:
+    """Least and greatest value that the declarations alone allow; None is no bound."""
+    if isinstance(x, int):
+        return x, x
+    low: int | None = x.constant
+    high: int | None = x.constant
+    for monomial, c in x.terms:
+        product: tuple[int | None, int | None] = (1, 1)
+        for uid in monomial:
+            product = _product(product, (ATOMS[uid].low, ATOMS[uid].high))
+        least, most = product if c > 0 else (product[1], product[0])
+        low = None if low is None or least is None else low + c * least
+        high = None if high is None or most is None else high + c * most
+    return low, high
+
+
+def _product(
+    a: tuple[int | None, int | None], b: tuple[int | None, int | None]
+) -> tuple[int | None, int | None]:
+    if a == (1, 1):
+        return b
+    if a[0] is None or b[0] is None or a[0] < 0 or b[0] < 0:
+        return None, None
+    return a[0] * b[0], None if a[1] is None or b[1] is None else a[1] * b[1]
+
+
+def _hull(
+    a: tuple[int | None, int | None], b: tuple[int | None, int | None]
+) -> tuple[int | None, int | None]:
+    low = None if a[0] is None or b[0] is None else min(a[0], b[0])
+    high = None if a[1] is None or b[1] is None else max(a[1], b[1])
+    return low, high
+
+
+def show(x: Any) -> str:
+    """A term as text, for messages."""
+    if isinstance(x, Int):
+        parts = [f"{c}*{'*'.join(_show_atom(u) for u in m)}" for m, c in x.terms]
+        if x.constant:
+            parts.append(str(x.constant))
+        return " + ".join(part.removeprefix("1*") for part in parts)
+    if isinstance(x, Bool):
+        if x.kind in ("le", "eq"):
+            return f"({show(x.args[0])} {'<=' if x.kind == 'le' else '=='} 0)"
+        if x.kind == "var":
+            return str(x.args[0])
+        if x.kind == "not":
+            return f"not {show(x.args[0])}"
+        return "(" + f" {x.kind} ".join(show(part) for part in x.args) + ")"
+    return repr(x)
+
+
+def _show_atom(uid: int) -> str:
+    atom = ATOMS[uid]
+    if atom.kind == "var":
+        return str(atom.args[0])
+    if atom.kind == "div":
+        return f"({show(atom.args[0])})//({show(atom.args[1])})"
+    if atom.kind == "cell":
+        return f"{atom.args[0]}[{show(atom.args[1])}]"
+    return "({1} if {0} else {2})".format(*map(show, atom.args))

@@ -1,0 +1,1 @@
+"""What must hold: vocabulary, step families, assumptions and theorems. Imports nothing of ours."""

@@ -1,0 +1,191 @@
+"""The catalogue: what is claimed of every step.
+
+Each docstring-like `unsat_iff` says how a solver's answer reads: no model, no such step. Slugs are
+permanent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from spec.families import reserves_checkpoint
+from spec.logic import cdiv, count, implies, negation
+from spec.vocabulary import BoolLike, IntLike, Situation, Step
+
+#: Families that have obligations so far, with the tags that are told apart.
+OBLIGATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("first", ()),
+    ("first", ("checkpoint",)),
+    ("running", ()),
+    ("checkpoint", ()),
+)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Free capacity that the check compares with, in blocks.
+
+    Source: `v1/core/kv_cache_manager.py`, `KVCacheManager.allocate_slots`.
+    """
+
+    num_free_blocks: IntLike
+    watermark_blocks: IntLike
+    reserved_blocks: IntLike
+
+
+@dataclass(frozen=True)
+class Need:
+    """Blocks that the step must newly hold, by the intended model."""
+
+    blocks: IntLike
+
+
+@dataclass(frozen=True)
+class Theorem:
+    """One claim about every step of a family.
+
+    Attributes:
+        slug: Name on the command line; permanent.
+        sentence: The claim in English.
+        unsat_iff: What the absence of a model means, and what a model is.
+        claim: The formula, of (situation, step, pool, need).
+        witness: The interesting case; a proof whose witness cannot occur is VACUOUS.
+        survives_exception: Whether a step that raised still falls under the claim.
+        source: Where the claim comes from.
+    """
+
+    slug: str
+    sentence: str
+    unsat_iff: str
+    claim: Callable[[Situation, Step, Pool, Need], BoolLike]
+    witness: Callable[[Situation, Step], BoolLike]
+    source: str
+    survives_exception: bool = False
+
+
+def _draws(situation: Situation, step: Step) -> BoolLike:
+    return step.drawn >= 1
+
+
+def _estimates(situation: Situation, step: Step) -> BoolLike:
+    return step.estimate >= 1
+
+
+def _bound(s: Situation, step: Step) -> IntLike:
+    g = s.geometry
+    return (
+        1
+        + g.num_speculative_blocks
+        + count(g.num_prefill_checkpoint_blocks > 0)
+        + count(s.owns_partial_tail)
+        + step.num_evictable_hits
+    )
+
+
+def _check_passes(step: Step, pool: Pool) -> BoolLike:
+    return step.estimate + pool.watermark_blocks <= pool.num_free_blocks - pool.reserved_blocks
+
+
+def _state_is_kept(s: Situation, step: Step) -> BoolLike:
+    columns = cdiv(s.call.num_tokens_main_model, s.geometry.block_size)
+    return (step.table_length == columns + s.geometry.num_speculative_blocks) & step.tail_is_held
+
+
+THEOREMS: dict[str, Theorem] = {
+    theorem.slug: theorem
+    for theorem in (
+        Theorem(
+            "no-undercount",
+            "A step draws no more blocks than were estimated.",
+            "Unsat iff drawn <= estimate in every step; a model is a step that draws more.",
+            lambda s, step, pool, need: step.drawn <= step.estimate,
+            _draws,
+            "vLLM issue 41282: the pool ran dry in the middle of allocate_slots",
+        ),
+        Theorem(
+            "dry-run-parity",
+            "The dry run and the allocation estimate, other arguments equal, are the same number.",
+            "Unsat iff dry run == estimate in every step; a model is a step where they differ.",
+            lambda s, step, pool, need: step.dry_run == step.estimate,
+            _estimates,
+            "vLLM PR 57050: one function serves admission and allocation",
+        ),
+        Theorem(
+            "dry-run-pure",
+            "A dry run changes nothing that can be observed.",
+            "Unsat iff pool, tables and pending checkpoints are equal before and after the dry run "
+            "of every step; a model is a step whose dry run leaves a trace.",
+            lambda s, step, pool, need: step.dry_run_left_state,
+            _estimates,
+            "v1/core/single_type_kv_cache_manager.py: admission estimates write no checkpoint",
+        ),
+        Theorem(
+            "exact-estimate",
+            "The estimate is the number of blocks that the step draws.",
+            "Unsat iff estimate == drawn in every step; a model is a step where they differ.",
+            lambda s, step, pool, need: step.estimate == step.drawn,
+            _draws,
+            "vLLM PR 57050, test_mamba_checkpoint_admission_matches_allocation",
+        ),
+        Theorem(
+            "bounded-demand",
+            "The estimate is bounded by 1 + S + [K > 0] + [partial hit] + evictable hits, whatever "
+            "the token count.",
+            "Unsat iff no estimate exceeds the bound; a model is a step that asks for more.",
+            lambda s, step, pool, need: step.estimate <= _bound(s, step),
+            _estimates,
+            "vLLM PR 57050: 761 blocks asked for 704,547 tokens, 2 to 6 taken",
+        ),
+        Theorem(
+            "estimate-nonnegative",
+            "The estimate is not negative, so that no group's estimate cancels another's.",
+            "Unsat iff estimate >= 0 in every step; a model is a step with a negative estimate.",
+            lambda s, step, pool, need: step.estimate >= 0,
+            _estimates,
+            "v1/core/kv_cache_coordinator.py: estimates of groups are added up",
+        ),
+        Theorem(
+            "allocation-succeeds",
+            "On a pool that passes the check, the step raises nothing and no assertion fails.",
+            "Unsat iff no step raises where estimate + watermark <= free - reserved; a model is a "
+            "step that raises, or asks the pool for more than it has.",
+            lambda s, step, pool, need: (
+                implies(_check_passes(step, pool), step.drawn <= pool.num_free_blocks)
+                if step.raised is None
+                else False
+            ),
+            _draws,
+            "v1/core/block_pool.py, BlockPool.get_new_blocks raises ValueError on a short pool",
+            survives_exception=True,
+        ),
+        Theorem(
+            "matches-intended",
+            "Estimate and drawn are what the intended model says the step needs.",
+            "Unsat iff estimate == need and drawn == need in every step; a model is a step where "
+            "the release differs from the intended model.",
+            lambda s, step, pool, need: (
+                (step.estimate == need.blocks) & (step.drawn == need.blocks)
+            ),
+            _draws,
+            "models/intended.py",
+        ),
+        Theorem(
+            "state-invariant",
+            "After the step the table ends with the running state and the speculative blocks, as "
+            "the next step assumes.",
+            "Unsat iff every step leaves a table of cdiv(tokens, B) + S columns whose last 1 + S "
+            "blocks are not null and whose last S are movable; a model is a step that breaks the "
+            "assumption table-holds-computed-state for the next.",
+            lambda s, step, pool, need: _state_is_kept(s, step),
+            _draws,
+            "induction for the assumption table-holds-computed-state",
+        ),
+    )
+}
+
+
+def in_obligation(s: Situation, tags: tuple[str, ...]) -> BoolLike:
+    """Return whether a step of a family that has a `checkpoint` tag belongs to these tags."""
+    reserved = reserves_checkpoint(s)
+    return reserved if "checkpoint" in tags else negation(reserved)

@@ -1,0 +1,96 @@
+"""The words the theorems are said in: what a step is asked, and what is seen of it.
+
+Every record holds Python ints and bools when a real step is described, and terms of the same names
+when all steps are. Nothing here knows which.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+#: An int or a term that stands for one; bools likewise. `spec` imports no term library.
+IntLike = Any
+BoolLike = Any
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes that a manager is built with (vLLM: `MambaSpec`, `BlockPool`, coordinator)."""
+
+    block_size: IntLike
+    """B, tokens per block, at least 1."""
+    hash_block_size: IntLike
+    """H, tokens per hash unit; divides `block_size`."""
+    num_speculative_blocks: IntLike
+    """S, blocks kept for draft states behind the running state; 0 without drafts."""
+    num_prefill_checkpoint_blocks: IntLike
+    """K; the code asks only whether it is above 0."""
+    prefill_checkpoint_alignment: IntLike
+    """Tokens; an exported checkpoint lies a multiple of this behind the chunk's start."""
+    drop_eagle_checkpoint_block: BoolLike
+    """Whether the checkpoint lies one hash unit lower (EAGLE drops the last matching unit)."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments of one step, in tokens, as `KVCacheManager.allocate_slots` passes them on."""
+
+    num_tokens: IntLike
+    """Tokens that need a slot after the step, lookahead included."""
+    num_tokens_main_model: IntLike
+    """The same without lookahead; what align mode counts."""
+    total_computed_tokens: IntLike
+    """Tokens computed before the step, local and external."""
+    num_local_computed_tokens: IntLike
+    """Of these, the ones this engine computed or found in its own prefix cache."""
+    prefill_end: IntLike = 0
+    """Where the prefill ends, under sparse retention; 0 under dense retention."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Everything that decides which family a step belongs to."""
+
+    geometry: Geometry
+    call: Call
+    table_length: IntLike
+    """Columns of the request's block table before the step; 0 before admission."""
+    prefill_length: IntLike
+    """Tokens to prefill: `max(num_prompt_tokens, num_tokens - 1)` of the request."""
+    num_hit_blocks: IntLike = 0
+    """Blocks of the local prefix-cache hit being adopted."""
+    num_external_tokens: IntLike = 0
+    """Tokens that a KV connector brings."""
+    loads_asynchronously: BoolLike = False
+    """Whether the external tokens arrive in a later step."""
+    parked: BoolLike = False
+    """Whether the table was made by an asynchronous load and nothing is computed yet."""
+    preempted: BoolLike = False
+    """Whether the request ran before and lost its blocks."""
+    owns_partial_tail: BoolLike = False
+    """Whether the request's own partial tail block is cached and must be copied on write."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is seen of one step, in blocks unless said otherwise."""
+
+    dry_run: IntLike
+    """`get_num_blocks_to_allocate(..., apply_admission_cap=True)`."""
+    estimate: IntLike
+    """`get_num_blocks_to_allocate(..., apply_admission_cap=False)`."""
+    drawn: IntLike
+    """Blocks asked of the pool, plus evictable hits touched."""
+    table_length: IntLike
+    """Columns of the request's block table after the step."""
+    dry_run_left_state: BoolLike
+    """Whether pool, hash map, tables and pending checkpoints were the same after the dry run."""
+    tail_is_held: BoolLike = True
+    """Whether the table's last 1 + S blocks are not null and its last S can be moved."""
+    raised: str | None = None
+    """Name of the exception type that ended the step, None where it went through."""
+    num_evictable_hits: IntLike = 0
+    """Hit blocks that nobody references, so that adopting them takes them from the free list."""
+    deferred: BoolLike = False
+    """Whether the estimate is the deliberate `num_gpu_blocks + 1`."""

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from conformance import conform
+from conformance.conform import AS_EXPECTED, COULD_NOT_RUN, FAILURES, run
+from conformance.replay import PROJECT_ROOT
+
+OLD, NEW = "vllm==0.30.0", "vllm==0.31.0"
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+#: As rendered tests are: the long prompt of vLLM #57050, which 0.30.0 overcounts.
+RENDERED = """
+import pytest
+
+from spec.vocabulary import Call, Geometry
+
+OVERCOUNTS = {"vllm==0.30.0": "761 blocks asked for, 2 taken"}
+ROWS = [
+    pytest.param(1000, id="short"),
+    pytest.param(
+        704_547,
+        id="long",
+        marks=pytest.mark.refuted(theorem="exact-estimate", targets=OVERCOUNTS),
+    ),
+]
+
+def long_prompt(driver, num_tokens):
+    request = driver.request(Geometry(896, 128, 0, 1, 64, False), 1024)
+    request.apply(Call(896, 896, 0, 0))
+    return request.apply(Call(num_tokens, num_tokens, 896, 896))
+
+@pytest.mark.parametrize("num_tokens", ROWS)
+def test_estimate_is_drawn(driver, num_tokens):
+    step = long_prompt(driver, num_tokens)
+    assert step.estimate == step.drawn
+
+@pytest.mark.refuted(theorem="exact-estimate", targets=OVERCOUNTS, raises=AssertionError)
+def test_estimate_is_drawn_whatever_the_row(driver):
+    step = long_prompt(driver, 704_547)
+    assert step.estimate == step.drawn
+"""
+
+Tests = Callable[[str], Path]
+
+
+@pytest.fixture
+def tests_dir(tmp_path: Path) -> Tests:
+    """Makes a folder as `generated_tests/` is, with one rendered file."""
+
+    def make(rendered: str) -> Path:
+        shutil.copyfile(PROJECT_ROOT / "generated_tests" / "conftest.py", tmp_path / "conftest.py")
+        (tmp_path / "test_rendered.py").write_text(textwrap.dedent(rendered))
+        return tmp_path
+
+    return make
+
+
+def test_refuted_rows_fail_as_expected_and_only_where_refuted(
+    tests_dir: Tests, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A mark on a test or on a row is a strict xfail for its targets, and for no other."""
+    status = run([OLD, NEW], "core", ["-v", "-ra"], tests_dir(RENDERED))
+
+    out = capfd.readouterr().out
+    assert status == AS_EXPECTED
+    assert "4 passed, 2 xfailed" in out
+    assert f"capproof: {OLD}, tier core, " in out
+    assert "test_estimate_is_drawn[vllm==0.30.0-long] XFAIL" in out
+    assert "exact-estimate is refuted: 761 blocks asked for, 2 taken" in out
+
+
+def test_a_fix_is_noticed(tests_dir: Tests, capfd: pytest.CaptureFixture[str]) -> None:
+    """What is marked as refuted and passes is a failure."""
+    rendered = RENDERED.replace('"vllm==0.30.0":', '"vllm==0.31.0":')
+
+    assert run([NEW], "core", [], tests_dir(rendered)) == FAILURES
+    assert "XPASS(strict)" in capfd.readouterr().out
+
+
+def test_another_failure_is_not_hidden(tests_dir: Tests) -> None:
+    """A refuted theorem excuses its own exception type only."""
+    rendered = RENDERED.replace("assert step.estimate == step.drawn", "raise ValueError('other')")
+
+    assert run([OLD], "core", ["-k", "long or whatever"], tests_dir(rendered)) == FAILURES
+
+
+def test_a_malformed_mark_is_refused(tests_dir: Tests) -> None:
+    """A mark that names no theorem would hide a failure without a reason."""
+    rendered = RENDERED.replace('refuted(theorem="exact-estimate", ', "refuted(", 1)
+
+    assert run([OLD], "core", [], tests_dir(rendered)) == COULD_NOT_RUN
+
+
+def one_line(capfd: pytest.CaptureFixture[str]) -> str:
+    """What was said on standard error, which is one line."""
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("capproof: ")
+    return line
+
+
+def test_no_test_is_not_success(tests_dir: Tests, capfd: pytest.CaptureFixture[str]) -> None:
+    """A run that collected nothing has shown nothing."""
+    assert run([NEW], "core", ["-k", "nothing"], tests_dir(RENDERED)) == COULD_NOT_RUN
+    assert "no test was collected" in one_line(capfd)
+
+
+@pytest.mark.parametrize(
+    ("targets", "tier", "device", "message"),
+    [
+        (["vllm=0.31.0"], "core", "auto", "is not a target"),
+        (["path:/nowhere"], "core", "auto", "there is no folder /nowhere"),
+        ([], "core", "auto", "no target given"),
+        ([NEW], "gpu", "auto", "unknown tier 'gpu'"),
+        ([NEW], "core", "tpu", "unknown device 'tpu'"),
+        ([NEW], "core", "cuda", "--device cuda needs --tier vllm"),
+    ],
+)
+def test_what_cannot_be_run_is_one_line(
+    tests_dir: Tests,
+    capfd: pytest.CaptureFixture[str],
+    targets: list[str],
+    tier: str,
+    device: str,
+    message: str,
+) -> None:
+    """Bad arguments end in exit status 2 and a line that says what is wrong."""
+    assert run(targets, tier, [], tests_dir(RENDERED), device=device) == COULD_NOT_RUN
+    assert message in one_line(capfd)
+
+
+@pytest.mark.parametrize("package", ["pytest", "torch"])
+def test_a_missing_package_is_one_line(
+    tests_dir: Tests,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    package: str,
+) -> None:
+    """The vllm tier without torch does not run, and is not skipped."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        conform.importlib.util,
+        "find_spec",
+        lambda name: None if name == package else find_spec(name),
+    )
+
+    assert run([NEW], "vllm", [], tests_dir(RENDERED)) == COULD_NOT_RUN
+    assert f"{package} is not installed" in one_line(capfd)
+
+
+def test_a_folder_that_is_not_there_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Tests that were not rendered yet are named, with what to do."""
+    assert run([NEW], "core", [], tmp_path / "absent") == COULD_NOT_RUN
+    assert "render the tests with gen-tests" in one_line(capfd)
+
+
+def test_a_tree_that_cannot_be_driven_stops_the_run(
+    tests_dir: Tests, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A broken tree is exit status 2 before anything is collected, never a skip."""
+    managers = tmp_path / "tree/vllm/v1/core/single_type_kv_cache_manager.py"
+    managers.parent.mkdir(parents=True)
+    managers.write_text("class MambaManager: ...\n")
+
+    target = f"path:{tmp_path / 'tree'}"
+    assert run([NEW, target], "core", [], tests_dir(RENDERED)) == COULD_NOT_RUN
+    out = capfd.readouterr().out
+    assert f"Exit: capproof: {target}: " in out
+    assert "passed" not in out
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="the vllm tier needs torch")
+def test_the_vllm_tier_runs_one_process_per_target(
+    tests_dir: Tests, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The same tests run on really imported managers, each target's in a process of its own."""
+    assert run([OLD, NEW], "vllm", [], tests_dir(RENDERED)) == AS_EXPECTED
+
+    out = capfd.readouterr().out
+    assert "1 passed, 2 xfailed" in out
+    assert "3 passed" in out
+    assert ", torch 2" in out
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="the vllm tier needs torch")
+def test_a_device_that_is_absent_is_not_pretended(
+    tests_dir: Tests, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Asking for CUDA where there is none is exit status 2."""
+    torch = importlib.import_module("torch")
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+
+    assert run([NEW], "vllm", [], tests_dir(RENDERED), device="cuda") == COULD_NOT_RUN
+    assert "no CUDA device" in one_line(capfd)

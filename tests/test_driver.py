@@ -1,0 +1,387 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance.driver import (
+    MAX_POOL_BLOCKS,
+    MAX_TABLE_COLUMNS,
+    BindingError,
+    Driver,
+    LimitError,
+    core_driver,
+)
+from models.loader import CORE_MODULES
+from spec.vocabulary import Call, Geometry, Step
+
+MANAGERS_FILE = "vllm/v1/core/single_type_kv_cache_manager.py"
+POOL_FILE = "vllm/v1/core/block_pool.py"
+
+SMALL = Geometry(16, 4, 3, 1, 4, False)
+FIRST = Call(100, 100, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def drivers(trees: Mapping[str, Path]) -> dict[str, Driver]:
+    """Drivers by release, side by side in this process."""
+    return {release: core_driver(root) for release, root in trees.items()}
+
+
+@pytest.fixture
+def edited(trees: Mapping[str, Path], tmp_path: Path) -> Callable[..., Path]:
+    """Copies the core of 0.31.0 and replaces a text in one of its files, or in all."""
+
+    def edit(file: str | None, old: str, new: str, count: int = -1) -> Path:
+        for module in CORE_MODULES:
+            relative = module.replace(".", "/") + ".py"
+            if not (trees["0.31.0"] / relative).is_file():
+                continue
+            text = (trees["0.31.0"] / relative).read_text()
+            if file in (None, relative):
+                assert file is None or old in text
+                text = text.replace(old, new, count)
+            (tmp_path / relative).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / relative).write_text(text)
+        return tmp_path
+
+    return edit
+
+
+def free_list(request: Any) -> list[int]:
+    """Block ids in the order in which the pool would hand them out."""
+    return [block.block_id for block in request.pool.free_block_queue.get_all_free_blocks()]
+
+
+# ---- what the managers say ----------------------------------------------------------------------
+
+# The table of vLLM #57050's own test: B, S, prompt, then the estimate of 0.30.0 and the drawn
+# blocks of both releases, which are 0.31.0's estimate too.
+ROWS_57050 = [
+    (896, 0, 25_121, 3, 2),
+    (896, 1, 25_121, 3, 3),
+    (896, 4, 25_121, 3, 3),
+    (896, 0, 704_547, 761, 2),
+    (896, 1, 704_547, 761, 3),
+    (896, 4, 704_547, 761, 6),
+    (1536, 0, 25_121, 2, 2),
+    (1536, 1, 25_121, 2, 2),
+    (1536, 4, 25_121, 2, 2),
+    (1536, 0, 704_547, 444, 2),
+    (1536, 1, 704_547, 444, 3),
+    (1536, 4, 704_547, 444, 6),
+]
+
+
+@pytest.mark.parametrize(("block_size", "num_speculative", "prompt", "wrong", "right"), ROWS_57050)
+def test_the_rows_of_57050(
+    drivers: dict[str, Driver],
+    block_size: int,
+    num_speculative: int,
+    prompt: int,
+    wrong: int,
+    right: int,
+) -> None:
+    """0.30.0 says too much where vLLM #57050 says so; 0.31.0 says what both draw."""
+    geometry = Geometry(block_size, 128, num_speculative, 1, 64, False)
+    estimates = {"0.30.0": wrong, "0.31.0": right}
+    for release, estimate in estimates.items():
+        request = drivers[release].request(geometry, 1024)
+        request.apply(Call(23_040, 23_040, 0, 0))
+
+        step = request.apply(Call(prompt, prompt, 23_040, 23_040))
+
+        columns = -(-prompt // block_size) + num_speculative
+        assert step == Step(estimate, estimate, right, columns, True), release
+
+
+@pytest.mark.parametrize("release", ["0.30.0", "0.31.0"])
+@pytest.mark.parametrize("num_speculative", range(9))
+@pytest.mark.parametrize("num_checkpoint", [0, 1, 2])
+def test_first_admission(
+    drivers: dict[str, Driver], release: str, num_speculative: int, num_checkpoint: int
+) -> None:
+    """A first admission takes the running state, the speculative blocks and any checkpoint."""
+    geometry = Geometry(16, 4, num_speculative, num_checkpoint, 4, False)
+    request = drivers[release].request(geometry, 32)
+
+    step = request.apply(FIRST)
+
+    need = 1 + num_speculative + (num_checkpoint > 0)
+    assert step == Step(need, need, need, 7 + num_speculative, True)
+    observed = request.observe()
+    assert (observed.held, observed.free) == (need, 31 - need)
+    # The table: nulls for skipped blocks, then the blocks in the order in which they were drawn.
+    assert observed.table == (0,) * (7 + num_speculative - need) + tuple(range(1, need + 1))
+
+
+def test_a_release_gets_the_arguments_it_takes(drivers: dict[str, Driver]) -> None:
+    """`prefill_end` reaches 0.31.0, which keeps no checkpoint before it; 0.30.0 has none."""
+    sparse = Call(100, 100, 0, 0, prefill_end=200)
+
+    drawn = {
+        release: driver.request(SMALL, 32).apply(sparse).drawn
+        for release, driver in drivers.items()
+    }
+
+    assert drawn == {"0.30.0": 5, "0.31.0": 4}
+
+
+def test_the_eagle_drop_reaches_the_manager(drivers: dict[str, Driver]) -> None:
+    """With the drop, the checkpoint lies one hash unit lower."""
+    positions = []
+    for drop in (False, True):
+        request = drivers["0.31.0"].request(Geometry(16, 4, 0, 1, 4, drop), 32)
+        request.apply(FIRST)
+        positions += [position for position, _ in request.manager._checkpoints.values()]
+
+    assert positions == [96, 92]
+
+
+def test_a_tail_that_the_next_step_cannot_use_is_seen(drivers: dict[str, Driver]) -> None:
+    """A null running state, or a speculative block that another holds, breaks the invariant."""
+
+    def tail_after(damage: Callable[[Any], None]) -> Any:
+        request = drivers["0.31.0"].request(SMALL, 32)
+        assert request.apply(FIRST).tail_is_held is True
+        damage(request)
+        return request.apply(Call(104, 104, 100, 100)).tail_is_held
+
+    def null_running_state(request: Any) -> None:
+        request.manager.req_to_blocks["request"][-4] = request.pool.null_block
+
+    def share_last_block(request: Any) -> None:
+        request.pool.touch(request.manager.req_to_blocks["request"][-1:])
+
+    assert tail_after(lambda request: None) is True
+    assert tail_after(null_running_state) is False
+    assert tail_after(share_last_block) is False
+
+
+# ---- short pools --------------------------------------------------------------------------------
+
+
+def test_a_pool_with_just_the_estimate_suffices(drivers: dict[str, Driver]) -> None:
+    """The check passes on the estimate itself, so nothing more may be asked for."""
+    request = drivers["0.31.0"].request(SMALL, 32)
+
+    step = request.apply(FIRST, exactly_the_estimate=True)
+
+    assert (step.raised, step.drawn, request.free_at_allocation) == (None, 5, 5)
+    assert request.observe().free == 31 - 5
+
+
+def test_a_pool_one_block_short_raises(drivers: dict[str, Driver]) -> None:
+    """What the pool raises is part of the step, with what was seen before it."""
+    request = drivers["0.31.0"].request(SMALL, 32)
+
+    step = request.apply(FIRST, free_blocks=4)
+
+    assert (step.dry_run, step.estimate, step.drawn, step.raised) == (5, 5, 0, "ValueError")
+    assert "Cannot get 5 free blocks" in str(request.exception)
+    assert request.observe().free == 31
+
+
+def test_an_exception_before_the_estimate_leaves_it_open(edited: Callable[..., Path]) -> None:
+    """What a step did not reach is None, never 0."""
+    driver = core_driver(
+        edited(MANAGERS_FILE, "num_tokens = num_tokens_main_model\n", "num_tokens = None\n", 1)
+    )
+    request = driver.request(SMALL, 32)
+
+    step = request.apply(FIRST)
+
+    assert (step.dry_run, step.estimate, step.drawn) == (None, None, None)
+    assert step.raised == "TypeError"
+    assert request.free_at_allocation is None
+
+
+@pytest.mark.parametrize("free_blocks", [32, 10**6])
+def test_more_free_blocks_than_the_pool_has_is_our_error(
+    drivers: dict[str, Driver], free_blocks: int
+) -> None:
+    """A pool that cannot be arranged as asked is not reported as vLLM's doing."""
+    with pytest.raises(LimitError, match="31 free blocks"):
+        drivers["0.31.0"].request(SMALL, 32).apply(FIRST, free_blocks=free_blocks)
+
+
+def test_sizes_out_of_reach_are_refused(drivers: dict[str, Driver]) -> None:
+    """A scenario from outside cannot make the driver fill the memory."""
+    with pytest.raises(LimitError, match="blocks"):
+        drivers["0.31.0"].request(SMALL, MAX_POOL_BLOCKS + 1)
+    tokens = 16 * (MAX_TABLE_COLUMNS + 1)
+    with pytest.raises(LimitError, match="columns"):
+        drivers["0.31.0"].request(SMALL, 32).apply(Call(tokens, tokens, 0, 0))
+
+
+# ---- dry runs that leave a trace ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        "self._checkpoints[request_id] = (0, 0)",
+        "self.block_pool.get_new_blocks(1)",
+        "self.block_pool.touch(self.block_pool.blocks[9:10])",
+        "self.block_pool.free_blocks(self.block_pool.get_new_blocks(2)[::-1])",
+        "self.block_pool.cached_block_hash_to_block.insert(b'h', self.block_pool.blocks[3])",
+        "self.req_to_blocks[request_id].append(self._null_block)",
+        "self.req_to_blocks['another'].append(self._null_block)",
+    ],
+)
+def test_a_dry_run_that_leaves_a_trace_is_seen(edited: Callable[..., Path], trace: str) -> None:
+    """Pool, order of the free list, hash map, tables and checkpoints are all watched."""
+    marker = "            if not apply_admission_cap:\n"
+    root = edited(
+        MANAGERS_FILE, marker, f"            if apply_admission_cap:\n{' ' * 16}{trace}\n{marker}"
+    )
+
+    step = core_driver(root).request(SMALL, 32).apply(FIRST)
+
+    assert step.dry_run_left_state is False
+
+
+def test_an_empty_table_is_no_trace(drivers: dict[str, Driver]) -> None:
+    """Looking a request up makes an empty table, which equals an absent one."""
+    request = drivers["0.31.0"].request(SMALL, 32)
+
+    assert request.apply(FIRST).dry_run_left_state is True
+    assert request.apply(Call(116, 116, 100, 100)).dry_run_left_state is True
+
+
+def test_a_dry_run_that_is_not_watched_says_so(drivers: dict[str, Driver]) -> None:
+    """Nothing is claimed of what was not looked at."""
+    step = drivers["0.31.0"].request(SMALL, 32).apply(FIRST, watch_dry_run=False)
+
+    assert step.dry_run_left_state is None
+
+
+# ---- pools are used again -----------------------------------------------------------------------
+
+
+def test_a_finished_request_leaves_the_pool_as_it_found_it(drivers: dict[str, Driver]) -> None:
+    """Whatever ran on a pool before, the next request sees the free list of a new one."""
+    rng = random.Random(57050)
+    driver = drivers["0.31.0"]
+    for _ in range(200):
+        request = driver.request(SMALL, 40)
+        assert free_list(request) == list(range(1, 40))
+        computed = 0
+        for _ in range(rng.randint(1, 6)):
+            end = computed + rng.randint(1, 80)
+            exactly = rng.random() < 0.3
+            step = request.apply(Call(end, end, computed, computed), exactly_the_estimate=exactly)
+            assert step.raised is None
+            computed = end
+        assert request.finish()
+
+
+def test_requests_of_one_size_do_not_share_a_pool(drivers: dict[str, Driver]) -> None:
+    """Only a finished request gives its pool away."""
+    first, second = (drivers["0.31.0"].request(SMALL, 48) for _ in range(2))
+
+    first.apply(FIRST)
+
+    assert second.observe().free == 47
+
+
+def test_a_pool_that_lost_a_block_is_not_used_again(drivers: dict[str, Driver]) -> None:
+    """A leak is reported, and does not reach the next request."""
+    request = drivers["0.31.0"].request(SMALL, 50)
+    request.apply(FIRST)
+    request.pool.get_new_blocks(1)
+
+    assert request.finish() is False
+    assert free_list(drivers["0.31.0"].request(SMALL, 50)) == list(range(1, 50))
+
+
+# ---- trees that cannot be driven ----------------------------------------------------------------
+
+UNDRIVABLE = [
+    (
+        MANAGERS_FILE,
+        "get_num_blocks_to_allocate",
+        "count_blocks",
+        "no MambaManager.get_num_blocks_to_allocate here (renamed?)",
+    ),
+    (
+        MANAGERS_FILE,
+        "def allocate_new_blocks",
+        "def take_blocks",
+        "no MambaManager.allocate_new_blocks here (renamed?)",
+    ),
+    (MANAGERS_FILE, "MambaManager", "StateManager", "no MambaManager here (renamed?)"),
+    (POOL_FILE, "def get_new_blocks", "def draw", "no BlockPool.get_new_blocks here (renamed?)"),
+    (
+        MANAGERS_FILE,
+        "apply_admission_cap",
+        "is_dry_run",
+        "MambaManager.get_num_blocks_to_allocate takes no apply_admission_cap (renamed?)",
+    ),
+    (
+        MANAGERS_FILE,
+        "num_tokens_main_model: int,\n        apply_admission_cap",
+        "num_tokens_main_model: int,\n        priority: int,\n        apply_admission_cap",
+        "MambaManager.get_num_blocks_to_allocate requires priority, which the driver does not know",
+    ),
+]
+
+
+@pytest.mark.parametrize(("file", "old", "new", "message"), UNDRIVABLE)
+def test_a_tree_that_lacks_a_symbol_is_named(
+    edited: Callable[..., Path], file: str, old: str, new: str, message: str
+) -> None:
+    """A renamed method is an error with file and symbol; the base class's is no substitute."""
+    root = edited(file, old, new)
+
+    with pytest.raises(BindingError) as refused:
+        core_driver(root)
+
+    assert str(root / file) in str(refused.value)
+    assert str(refused.value).endswith(message)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_folder_without_a_core_is_a_binding_error(tmp_path: Path) -> None:
+    """What the loader refuses is refused in the same way."""
+    with pytest.raises(BindingError, match="no KV-cache core here"):
+        core_driver(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "old", "symbol"),
+    [
+        (SMALL, "num_prefill_checkpoint_blocks", "MambaSpec.num_prefill_checkpoint_blocks"),
+        (
+            Geometry(16, 4, 0, 0, 4, True),
+            "drop_eagle_checkpoint_block",
+            "MambaManager.drop_eagle_checkpoint_block",
+        ),
+    ],
+)
+def test_a_feature_that_a_release_lacks_is_not_pretended(
+    edited: Callable[..., Path], geometry: Geometry, old: str, symbol: str
+) -> None:
+    """A geometry that the release cannot have is refused; the others still run."""
+    driver = core_driver(edited(None, old, "renamed"))
+
+    with pytest.raises(BindingError, match=f"this release has no {symbol}"):
+        driver.request(geometry, 32)
+    plain = driver.request(Geometry(16, 4, 0, 0, 4, False), 32)
+    assert plain.apply(FIRST).drawn == 1
+
+
+def test_core_code_that_needs_more_than_the_core_is_our_error(edited: Callable[..., Path]) -> None:
+    """A placeholder that is called says that the core tier cannot run it, not that vLLM raised."""
+    root = edited(
+        MANAGERS_FILE,
+        "            num_tokens = num_tokens_main_model\n",
+        "            num_tokens = num_tokens_main_model\n            MEDIUM_CPU()\n",
+        1,
+    )
+
+    with pytest.raises(BindingError, match="outside the core"):
+        core_driver(root).request(SMALL, 32).apply(FIRST)

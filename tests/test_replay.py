@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance import replay as replay_module
+from conformance.driver import Driver, core_driver
+from conformance.replay import PROJECT_ROOT, Outcome, Replay, replay, replay_in
+from conformance.scenario import Expect, Prediction, Scenario, ScenarioStep, to_json
+from spec.vocabulary import Call, Geometry
+
+OLD, NEW = "vllm==0.30.0", "vllm==0.31.0"
+
+PREDICTED_OLD = Prediction(761, 761, 3, 788, None, ("exact-estimate", "bounded-demand"))
+PREDICTED_NEW = Prediction(3, 3, 3, 788)
+
+LONG_PROMPT = Scenario(
+    name="long-prompt",
+    manager="mamba-align",
+    geometry=Geometry(896, 128, 1, 1, 64, False),
+    num_gpu_blocks=1024,
+    steps=(
+        ScenarioStep("already computed", Call(23_040, 23_040, 0, 0), 704_547),
+        ScenarioStep("the rest", Call(704_547, 704_547, 23_040, 23_040), 704_547, Expect(2, 788)),
+    ),
+    family="checkpoint",
+    theorem="exact-estimate",
+    source="CASES.md, vLLM #57050",
+    predicted={OLD: PREDICTED_OLD, NEW: PREDICTED_NEW},
+)
+
+
+@pytest.fixture(scope="module")
+def drivers(trees: Mapping[str, Path]) -> dict[str, Driver]:
+    return {f"vllm=={release}": core_driver(root) for release, root in trees.items()}
+
+
+def changed(**fields: Any) -> Scenario:
+    return dataclasses.replace(LONG_PROMPT, **fields)
+
+
+@pytest.mark.parametrize(("target", "holds"), [(OLD, False), (NEW, True)])
+def test_what_was_predicted_is_reproduced(
+    drivers: dict[str, Driver], target: str, holds: bool
+) -> None:
+    """The real code shows what the model says, for the fault and for its fix."""
+    result = replay(LONG_PROMPT, drivers[target], target)
+
+    assert (result.outcome, result.differences) == (Outcome.REPRODUCED, ())
+    assert result.theorem_holds is holds
+    assert [seen.why for seen in result.steps] == ["already computed", "the rest"]
+    assert [seen.table_length_before for seen in result.steps] == [0, 27]
+    assert (result.steps[-1].held, result.steps[-1].free) == (5, 1018)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dry_run", 760),
+        ("estimate", 762),
+        ("drawn", 2),
+        ("table_length", 787),
+        ("raised", "AssertionError"),
+        ("estimate", None),
+        ("violates", ("exact-estimate", "no-undercount")),
+    ],
+)
+def test_each_field_of_a_prediction_counts(
+    drivers: dict[str, Driver], field: str, value: Any
+) -> None:
+    """One wrong field is enough to disagree, and it is the one that is listed."""
+    wrong = dataclasses.replace(PREDICTED_OLD, **{field: value})
+
+    result = replay(changed(predicted={OLD: wrong}), drivers[OLD], OLD)
+
+    assert result.outcome is Outcome.DISAGREES
+    (difference,) = result.differences
+    assert difference.startswith("no-undercount" if field == "violates" else f"{field}: ")
+    assert result.detail == difference
+
+
+def test_without_a_prediction_the_steps_and_the_theorem_are_reported(
+    drivers: dict[str, Driver],
+) -> None:
+    """A target that a scenario says nothing about is neither reproduced nor in disagreement."""
+    result = replay(LONG_PROMPT, drivers[OLD], "path:elsewhere")
+
+    assert (result.outcome, result.theorem_holds) == (Outcome.NOT_PREDICTED, False)
+    assert result.detail == "dry run 761, estimate 761, drawn 3, table 788"
+
+
+def test_an_earlier_step_that_raises_is_a_disagreement(drivers: dict[str, Driver]) -> None:
+    """Steps that make the state are predicted to go through."""
+    result = replay(changed(num_gpu_blocks=2), drivers[NEW], NEW)
+
+    assert result.outcome is Outcome.DISAGREES
+    assert result.detail == "step 1 (already computed) already raised ValueError"
+    assert len(result.steps) == 1
+
+
+def test_a_theorem_about_the_pool_is_replayed_on_a_pool_that_just_passes(
+    drivers: dict[str, Driver],
+) -> None:
+    """`allocation-succeeds` gets exactly the estimated blocks, other theorems the whole pool."""
+    scenario = changed(theorem="allocation-succeeds", num_gpu_blocks=700)
+
+    old, new = (replay(scenario, drivers[target], target) for target in (OLD, NEW))
+
+    assert old.outcome is Outcome.COULD_NOT_RUN
+    assert old.detail == "the pool has 697 free blocks, 761 are to be free"
+    assert (new.outcome, new.theorem_holds) == (Outcome.REPRODUCED, True)
+
+
+def test_an_undercount_is_seen_by_the_theorem_about_the_pool(
+    trees: Mapping[str, Path],
+) -> None:
+    """An estimate one block short makes the allocation raise on the pool that passes the check."""
+    driver = core_driver(trees["0.31.0"])
+    estimate = driver.bindings.manager_class.get_num_blocks_to_allocate
+    driver.bindings.manager_class.get_num_blocks_to_allocate = lambda self, **arguments: (
+        estimate(self, **arguments) - 1
+    )
+
+    result = replay(changed(theorem="allocation-succeeds", predicted={}), driver, NEW)
+
+    assert result.steps[-1].step.raised == "ValueError"
+    assert result.theorem_holds is False
+    assert "allocation-succeeds" in result.violated
+
+
+def test_a_tree_that_cannot_be_driven_says_why(tmp_path: Path) -> None:
+    """Nothing is learned from a broken tree, and each scenario says so."""
+    (result,) = replay_in(tmp_path, "core", [LONG_PROMPT], target=NEW)
+
+    assert result.outcome is Outcome.COULD_NOT_RUN
+    assert "no KV-cache core here" in result.detail
+
+
+def test_a_scenario_out_of_reach_could_not_be_run(drivers: dict[str, Driver]) -> None:
+    """A scenario that would fill the memory is not run, which is neither of the other outcomes."""
+    result = replay(changed(num_gpu_blocks=2**53), drivers[NEW], NEW)
+
+    assert result.outcome is Outcome.COULD_NOT_RUN
+
+
+# ---- the process of the vllm tier ---------------------------------------------------------------
+
+
+def test_a_replay_survives_the_way_between_processes(drivers: dict[str, Driver]) -> None:
+    """What a process answers is what was replayed there."""
+    result = replay(LONG_PROMPT, drivers[OLD], OLD)
+
+    line = json.dumps(replay_module._to_json(result))
+
+    assert replay_module._from_json(json.loads(line)) == result
+
+
+def test_the_process_answers_one_line_per_scenario(
+    trees: Mapping[str, Path], drivers: dict[str, Driver]
+) -> None:
+    """The protocol works in either tier, and nothing else reaches its standard output."""
+    scenarios = [LONG_PROMPT, changed(name="another", predicted={})]
+
+    options = ["--tier", "core", "--target", OLD, "--root", str(trees["0.30.0"])]
+    done = subprocess.run(
+        [sys.executable, "-m", "conformance.replay", *options],
+        input="".join(json.dumps(to_json(scenario)) + "\n" for scenario in scenarios),
+        capture_output=True,
+        text=True,
+        cwd=PROJECT_ROOT,
+    )
+
+    assert done.returncode == 0, done.stderr
+    answers = [replay_module._from_json(json.loads(line)) for line in done.stdout.splitlines()]
+    assert answers == [replay(scenario, drivers[OLD], OLD) for scenario in scenarios]
+
+
+def test_a_process_that_cannot_import_vllm_says_why(tmp_path: Path) -> None:
+    """Without vLLM, or without torch, each scenario could not be run, with the reason."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("print('noise'); raise ImportError('no such')")
+
+    results = replay_in(tmp_path, "vllm", [LONG_PROMPT, changed(name="another")], target=NEW)
+
+    assert [result.scenario for result in results] == ["long-prompt", "another"]
+    for result in results:
+        assert result.outcome is Outcome.COULD_NOT_RUN
+        assert "Error: " in result.detail
+        assert "exit status 2" in result.detail
+
+
+def test_a_process_that_answers_nothing_in_time_could_not_run(
+    trees: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that hangs is ended, and is no verdict."""
+    monkeypatch.setattr(replay_module, "PROCESS_TIMEOUT_S", 0.01)
+
+    (result,) = replay_in(trees["0.31.0"], "vllm", [LONG_PROMPT], target=NEW)
+
+    assert result.outcome is Outcome.COULD_NOT_RUN
+    assert "no answer within" in result.detail
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the vllm tier needs torch")
+@pytest.mark.parametrize("target", [OLD, NEW])
+def test_both_tiers_see_the_same(trees: Mapping[str, Path], target: str) -> None:
+    """Placeholders change nothing: real imports show the very same steps."""
+    root = trees[target.removeprefix("vllm==")]
+
+    core, vllm = (
+        replay_in(root, tier, [LONG_PROMPT, changed(num_gpu_blocks=2)], target=target)
+        for tier in ("core", "vllm")
+    )
+
+    assert core[0].outcome is Outcome.REPRODUCED
+    assert vllm == core
+
+
+def test_outcomes_have_stable_names() -> None:
+    """The names are read by other programs."""
+    assert {outcome.value for outcome in Outcome} == {
+        "reproduced",
+        "disagrees",
+        "could-not-run",
+        "not-predicted",
+    }
+    assert Replay("a", NEW, Outcome.REPRODUCED).steps == ()
