@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from filelock import FileLock, Timeout
 from platformdirs import user_cache_dir
 
 CORE_FILE = "vllm/v1/core/single_type_kv_cache_manager.py"
@@ -243,6 +242,8 @@ def _storage_problem(error: OSError | NotImplementedError, store: Path) -> str:
 @contextmanager
 def _locked(store: Path) -> Iterator[None]:
     """Holds the only right to change `store`; waits for a process that has it."""
+    from filelock import FileLock, Timeout  # here, since it takes 50 ms and only a fetch needs it
+
     lock = FileLock(store / ".lock")
     try:
         lock.acquire(timeout=0)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from models.term import ATOMS, Bool, BoolLike, Int, IntLike
+from models.term import ATOMS, Atom, Bool, BoolLike, Int, IntLike
 
 
 class Evaluator:
     """Evaluates terms under one assignment, each shared part once.
 
     Args:
-        values: Value per variable name; an absent one has its least value (no bound: 0), an absent
-            truth value is false; an array is a mapping from index to value, absent is 1.
+        values: Value per variable name; an absent one has its least value (no such: 0, or its
+            greatest if that is less), an absent truth value is false; an array is a mapping from index to value, absent is 1.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -64,7 +64,7 @@ class Evaluator:
         atom = ATOMS[uid]
         args = atom.args
         if atom.kind == "var":
-            value = int(self.values.get(args[0], atom.low or 0))
+            value = int(self.values.get(args[0], _default(atom)))
         elif atom.kind == "div":
             divisor = self.number(args[1])
             value = self.number(args[0]) // divisor if divisor else 0
@@ -74,6 +74,12 @@ class Evaluator:
             value = self.values.get(args[0], {}).get(self.number(args[1]), 1)
         self._atoms[uid] = value
         return value
+
+
+def _default(atom: Atom) -> int:
+    if atom.low is not None:
+        return atom.low
+    return 0 if atom.high is None else min(0, atom.high)
 
 
 def value_of(x: Any, values: Mapping[str, Any]) -> Any:

@@ -3,8 +3,8 @@
 The core is a handful of modules that count blocks and touch no tensor. They are executed from their
 files, under names of their own, with an ``__import__`` of their own: the standard library is real,
 the core resolves inside the same tree, and everything else is a :class:`Placeholder`. Several trees
-therefore live side by side in one process, and neither the host's ``vllm`` nor ``sys.modules["vllm"]``
-is seen or changed.
+therefore live side by side in one process, and neither the host's ``vllm`` nor its entry in
+``sys.modules`` is seen or changed.
 """
 
 from __future__ import annotations
@@ -51,8 +51,11 @@ class CoreError(Exception):
     """The tree's KV-cache core cannot be loaded; one line saying what and where."""
 
 
-class PlaceholderUsed(Exception):
-    """Core code asked something outside the core for a value after loading was over."""
+class PlaceholderUsed(BaseException):
+    """Core code asked something outside the core for a value after loading was over.
+
+    No `Exception`, so that no `except Exception` of the core can turn it into a guess.
+    """
 
 
 class _Loading:
@@ -88,12 +91,27 @@ class Placeholder:
         return (_OutsideCore,)
 
     def __instancecheck__(self, instance: object) -> bool:
+        self._only_while_loading("asked for its instances")
         return False
 
     def __subclasscheck__(self, subclass: type) -> bool:
+        self._only_while_loading("asked for its subclasses")
         return False
 
+    def __eq__(self, other: object) -> bool:
+        self._only_while_loading("compared")
+        return self is other
+
+    def __hash__(self) -> int:
+        self._only_while_loading("hashed")
+        return id(self)
+
+    def __str__(self) -> str:
+        self._only_while_loading("turned into text")
+        return repr(self)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what is decorated, or this again: all that module bodies need."""
         self._only_while_loading("called")
         is_decorated = len(args) == 1 and isinstance(args[0], (types.FunctionType, type))
         return args[0] if is_decorated and not kwargs else self
@@ -154,9 +172,11 @@ class Core:
         self._rewrite = rewrite
         self._loading = _Loading()
         self._modules: dict[str, types.ModuleType] = {}
+        self._stored: frozenset[str] | None = None
         self._builtins = {**vars(builtins), "__import__": self._import, **(overrides or {})}
         if self.file_of(MANAGERS) is None:
-            raise CoreError(f"{self.root}: no KV-cache core here ({_relative(MANAGERS)} is missing)")
+            missing = _relative(MANAGERS)
+            raise CoreError(f"{self.root}: no KV-cache core here ({missing} is missing)")
         try:
             self.managers = self._load(MANAGERS)
             self.interface = self._load(INTERFACE)
@@ -217,6 +237,23 @@ class Core:
             traceback = traceback.tb_next
         return found
 
+    def attributes_stored_after_init(self) -> frozenset[str]:
+        """Names of attributes that a manager may be given by anything but its ``__init__``.
+
+        What the managers' own methods store on ``self`` counts, and what any code of the core
+        stores on another object, such as the coordinator on its managers.
+        """
+        if self._stored is None:
+            names: set[str] = set()
+            for module in CORE_MODULES:
+                file = self.file_of(module)
+                if file is not None:
+                    names |= _stored_attributes(
+                        ast.parse(file.read_bytes(), filename=str(file)), module == MANAGERS
+                    )
+            self._stored = frozenset(names)
+        return self._stored
+
     def close(self) -> None:
         """Forget the tree's modules."""
         for name in self._modules:
@@ -260,6 +297,20 @@ class Core:
         if name in CORE_MODULES and self.file_of(name) is not None:
             return self._load(name)
         return Placeholder(name, self._loading)
+
+
+def _stored_attributes(tree: ast.Module, own_too: bool) -> set[str]:
+    """Attributes stored on other objects; with ``own_too`` also on self, outside ``__init__``."""
+    names = set()
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            own_counts = own_too and function.name != "__init__"
+            for node in ast.walk(function):
+                if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+                    is_own = isinstance(node.value, ast.Name) and node.value.id == "self"
+                    if own_counts or not is_own:
+                        names.add(node.attr)
+    return names
 
 
 def _relative(module: str) -> str:

@@ -7,17 +7,27 @@ literals of a finished path are therefore the exact condition under which the co
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from models import term
 from models.evaluate import Evaluator
-from models.term import Bool, BoolLike, Coefficients, Int
+from models.term import Bool, BoolLike, Coefficients, Int, Unsupported
+
+#: Names of lifted modules start so; `models.loader` gives them.
+LIFTED = "_capproof_tree"
+#: Decisions at one line on one path, after which a loop is given up.
+MAX_ROUNDS = 64
 
 
-class NeedsDecision(Exception):
-    """While both sides of a connective are looked at, a decision would be needed."""
+class NeedsDecision(BaseException):
+    """While both sides of a connective are looked at, a decision would be needed.
+
+    No `Exception`, so that no `except Exception` of lifted code can swallow it.
+    """
 
 
 class Path:
@@ -34,16 +44,23 @@ class Path:
         self._upper: dict[Coefficients, int] = {}
         self._true: set[tuple[Any, ...]] = set()
         self._speculating = False
+        self._decisions: Counter[tuple[str, int]] = Counter()
         for assumption in assumptions:
             self._learn(assumption)
 
     def decide(self, formula: Bool) -> bool:
-        """Return the formula's value on this path, and remember it if it was not implied."""
+        """Return the formula's value on this path, and remember it if it was not implied.
+
+        Raises:
+            NeedsDecision: Both sides of a connective are being looked at.
+            Unsupported: The same line has decided more often than any loop of known length does.
+        """
         known = self.implied(formula)
         if known is not None:
             return known
         if self._speculating:
             raise NeedsDecision
+        self._count_decision()
         value = self._evaluator.truth(formula)
         literal = formula if value else term.negation(formula)
         assert isinstance(literal, Bool)
@@ -92,6 +109,12 @@ class Path:
         """Whether both sides of a connective are being looked at."""
         return self._speculating
 
+    def _count_decision(self) -> None:
+        place = _lifted_line()
+        self._decisions[place] += 1
+        if place[1] and self._decisions[place] > MAX_ROUNDS:
+            raise Unsupported(f"a loop of more than {MAX_ROUNDS} rounds whose end is symbolic")
+
     def _learn(self, formula: BoolLike) -> None:
         if isinstance(formula, bool):
             return
@@ -134,12 +157,26 @@ def _opposite(terms: Coefficients) -> Coefficients:
     return tuple((m, -c) for m, c in terms)
 
 
+def _lifted_line() -> tuple[str, int]:
+    """File and line of the lifted code that is being executed; line 0 where there is none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith(LIFTED):
+            return frame.f_code.co_filename, frame.f_lineno
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return "", 0
+
+
 @contextmanager
 def following(path: Path) -> Iterator[Path]:
     """Decide every truth value met inside the block on ``path``."""
     before: tuple[Callable[[Bool], bool] | None, Any] = (term.decide, term.implied)
-    term.decide, term.implied = path.decide, path.implied
+    text_before = term.text_allowed
+    term.decide, term.implied, term.text_allowed = path.decide, path.implied, False
     try:
         yield path
     finally:
         term.decide, term.implied = before
+        term.text_allowed = text_before

@@ -1,9 +1,10 @@
 """The few constructs of Python that never ask an object: rewritten to ask.
 
 ``and``, ``or``, ``not``, ``is``, conditional expressions, chained comparisons and lists built by
-``[x for _ in range(..)]`` become calls of the helpers in `models.runtime`; calls and stores announce
-themselves, so that looking at both sides of a connective can never change anything. Everything else
-of vLLM's source runs as it stands. Line numbers are kept.
+``[x for _ in range(..)]`` become calls of the helpers in `models.runtime`; calls, stores and look-ups
+announce themselves, so that looking at both sides of a connective can never change anything.
+Messages are marked, since only they may turn a term into text, and no handler catches what the
+lifter raises. Everything else of vLLM's source runs as it stands. Line numbers are kept.
 """
 
 from __future__ import annotations
@@ -23,17 +24,23 @@ _COMPARISONS = {
     ast.In: "in",
     ast.NotIn: "not in",
 }
-#: Names that the rewritten source calls; `models.runtime.HELPERS` defines them.
-AND, OR, NOT, CHOOSE, COMPARE, FILL, CALL, EFFECT = (
+#: Names that the rewritten source calls; `models.runtime.BUILTINS` defines them.
+AND, OR, NOT, CHOOSE, COMPARE, IDENTITY, FILL, CALL, ITEM, EFFECT, MESSAGE, OURS = (
     "__capproof_and__",
     "__capproof_or__",
     "__capproof_not__",
     "__capproof_choose__",
     "__capproof_compare__",
+    "__capproof_identity__",
     "__capproof_fill__",
     "__capproof_call__",
+    "__capproof_item__",
     "__capproof_effect__",
+    "__capproof_message__",
+    "__capproof_ours__",
 )
+_STORES = (ast.Attribute, ast.Subscript)
+_IDENTITIES = (ast.Is, ast.IsNot)
 
 
 class _Rewriter(ast.NodeTransformer):
@@ -55,8 +62,18 @@ class _Rewriter(ast.NodeTransformer):
         return _helper_call(node, CHOOSE, node.test, _later(node.body), _later(node.orelse))
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        needs_own_scope = _needs_own_scope(node)
         self.generic_visit(node)
-        if len(node.ops) == 1 and not isinstance(node.ops[0], ast.Is | ast.IsNot):
+        if len(node.ops) == 1:
+            if not isinstance(node.ops[0], _IDENTITIES):
+                return node
+            same = _helper_call(node, IDENTITY, node.left, node.comparators[0])
+            return same if isinstance(node.ops[0], ast.Is) else _helper_call(node, NOT, same)
+        if needs_own_scope:
+            if any(isinstance(operator, _IDENTITIES) for operator in node.ops):
+                raise SyntaxError(
+                    f"line {node.lineno}: a chained comparison with `is` that binds a name"
+                )
             return node
         rest: list[ast.expr] = []
         for operator, operand in zip(node.ops, node.comparators, strict=True):
@@ -64,10 +81,12 @@ class _Rewriter(ast.NodeTransformer):
         return _helper_call(node, COMPARE, node.left, *rest)
 
     def visit_ListComp(self, node: ast.ListComp) -> ast.AST:
+        needs_own_scope = _needs_own_scope(node)
         self.generic_visit(node)
         generator = node.generators[0]
         target = generator.target
-        if len(node.generators) > 1 or generator.ifs or not isinstance(target, ast.Name):
+        is_plain = len(node.generators) == 1 and not generator.ifs and not generator.is_async
+        if needs_own_scope or not is_plain or not isinstance(target, ast.Name):
             return node
         used = {inner.id for inner in ast.walk(node.elt) if isinstance(inner, ast.Name)}
         if target.id in used:
@@ -75,23 +94,75 @@ class _Rewriter(ast.NodeTransformer):
         return _helper_call(node, FILL, _later(node.elt), generator.iter)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
+        is_message = _is_named(getattr(node.func, "value", None), "logger")
+        needs_own_scope = _needs_own_scope(node)
         self.generic_visit(node)
-        if isinstance(node.func, ast.Name) and node.func.id == "super":
+        if _is_named(node.func, "super"):
             return node
-        call = ast.Call(ast.Name(CALL, ast.Load()), [node.func, *node.args], node.keywords)
-        return ast.copy_location(call, node)
+        call = _helper_call(node, CALL, node.func, *node.args)
+        call.keywords = node.keywords
+        return _message(call) if is_message and not needs_own_scope else call
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        self.generic_visit(node)
+        is_slice = any(isinstance(inner, ast.Slice) for inner in ast.walk(node.slice))
+        if is_slice or not isinstance(node.ctx, ast.Load):
+            return node
+        return _helper_call(node, ITEM, node.value, node.slice)
+
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        can_wait = node.msg is not None and not _needs_own_scope(node.msg)
+        self.generic_visit(node)
+        if can_wait and node.msg is not None:
+            node.msg = _message(node.msg)
+        return node
+
+    def visit_Raise(self, node: ast.Raise) -> ast.AST:
+        can_wait = node.exc is not None and not _needs_own_scope(node.exc)
+        self.generic_visit(node)
+        if can_wait and node.exc is not None:
+            node.exc = _message(node.exc)
+        return node
+
+    def visit_Try(self, node: ast.Try) -> ast.AST:
+        self.generic_visit(node)
+        if node.handlers:
+            ours = ast.ExceptHandler(ast.Name(OURS, ast.Load()), None, [ast.Raise()])
+            node.handlers.insert(0, ast.copy_location(ours, node.handlers[0]))
+        return node
 
     def visit_Assign(self, node: ast.Assign) -> Any:
         self.generic_visit(node)
         return _announced(node, node.targets)
 
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> Any:
+        self.generic_visit(node)
+        return _announced(node, [node.target])
+
     def visit_AugAssign(self, node: ast.AugAssign) -> Any:
         self.generic_visit(node)
+        if isinstance(node.target, ast.Name):
+            # Adding to a list changes it in place; adding to a number does not.
+            return _after_effect(node, ast.Name(node.target.id, ast.Load()))
         return _announced(node, [node.target])
 
     def visit_Delete(self, node: ast.Delete) -> Any:
         self.generic_visit(node)
         return _announced(node, node.targets)
+
+    def visit_For(self, node: ast.For) -> Any:
+        self.generic_visit(node)
+        return _announced(node, [node.target])
+
+    def visit_With(self, node: ast.With) -> Any:
+        self.generic_visit(node)
+        return _after_effect(node)
+
+    def visit_Global(self, node: ast.Global) -> Any:
+        return _after_effect(node)
+
+    def visit_Nonlocal(self, node: ast.Nonlocal) -> Any:
+        return _after_effect(node)
 
 
 class _Functions(ast.NodeTransformer):
@@ -106,20 +177,33 @@ class _Functions(ast.NodeTransformer):
         node.body = body
         return node
 
+    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
+        node.body = _Rewriter().visit(node.body)
+        return node
+
 
 def rewrite(module: ast.Module) -> ast.Module:
-    """Return the module with its functions ready to run on terms."""
+    """Return the module with its functions ready to run on terms.
+
+    Raises:
+        SyntaxError: A construct cannot be rewritten; the message names it and its line.
+    """
     _Functions().visit(module)
     return module
 
 
 def _needs_own_scope(node: ast.AST) -> bool:
-    """Whether an operand would mean something else inside a lambda."""
+    """Whether a part would mean something else inside a lambda."""
+    own = ast.NamedExpr | ast.Yield | ast.YieldFrom | ast.Await
+    names = ("super", "__class__", "locals")
     return any(
-        isinstance(inner, ast.NamedExpr | ast.Yield | ast.Await)
-        or (isinstance(inner, ast.Name) and inner.id == "super")
+        isinstance(inner, own) or (isinstance(inner, ast.Name) and inner.id in names)
         for inner in ast.walk(node)
     )
+
+
+def _is_named(node: ast.AST | None, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
 
 
 def _later(expression: ast.expr) -> ast.Lambda:
@@ -131,9 +215,16 @@ def _helper_call(node: ast.AST, helper: str, *args: ast.expr) -> ast.Call:
     return ast.copy_location(ast.Call(ast.Name(helper, ast.Load()), list(args), []), node)
 
 
+def _message(expression: ast.expr) -> ast.Call:
+    return _helper_call(expression, MESSAGE, _later(expression))
+
+
 def _announced(statement: ast.stmt, targets: list[ast.expr]) -> Any:
-    stores = (ast.Attribute, ast.Subscript)
-    if not any(isinstance(inner, stores) for target in targets for inner in ast.walk(target)):
-        return statement
-    announcement = ast.Expr(_helper_call(statement, EFFECT))
+    if any(isinstance(inner, _STORES) for target in targets for inner in ast.walk(target)):
+        return _after_effect(statement)
+    return statement
+
+
+def _after_effect(statement: ast.stmt, *on: ast.expr) -> list[ast.stmt]:
+    announcement = ast.Expr(_helper_call(statement, EFFECT, *on))
     return [ast.copy_location(announcement, statement), statement]

@@ -105,12 +105,15 @@ class Question:
                 raise ModelMismatch(f"the solver's model does not satisfy {term.show(formula)}")
         return Result(Answer.SAT, values=values)
 
-    def minimize(self, values: Mapping[str, Any], order: Sequence[IntLike]) -> Mapping[str, Any]:
+    def minimize(
+        self, values: Mapping[str, Any], order: Sequence[IntLike], *also: BoolLike
+    ) -> Mapping[str, Any]:
         """Return the model with the least values of ``order``, the first one first.
 
-        ``values`` is a model to start from. Each term must have a lower bound by declaration.
+        ``values`` is a model to start from, of all formulas and of ``also``. Each term must have a
+        lower bound by declaration.
         """
-        pins: list[BoolLike] = []
+        pins: list[BoolLike] = list(also)
         for target in order:
             low, _ = term.bounds(target)
             assert low is not None, f"{term.show(target)} has no lower bound"

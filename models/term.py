@@ -1,15 +1,16 @@
 """Integers and truth values that stand for every case at once.
 
-An :class:`Int` is a polynomial over atoms in normal form, a :class:`Bool` a formula over linear-form
-comparisons; both are interned, so that equal terms are one object and equality of normal forms costs
-nothing. Arithmetic on them is Python's own: ``//`` and ``%`` floor, for negative divisors too.
-What simplifies to a number or a truth value *is* a Python ``int`` or ``bool``, so nothing downstream
-has to ask. Testing a :class:`Bool` (``if``, ``assert``) asks the current path to decide it.
+An :class:`Int` is a polynomial over atoms in normal form, a :class:`Bool` a formula over comparisons
+of such with 0; both are interned, so that equal terms are one object and equality of normal forms
+costs nothing. Arithmetic on them is Python's own: ``//`` and ``%`` floor, for negative divisors too.
+What simplifies to a number or a truth value *is* a Python ``int`` or ``bool``, so nothing
+downstream has to ask. Testing a :class:`Bool` (``if``, ``assert``) asks the current path to decide.
 """
 
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, Union
@@ -22,8 +23,11 @@ Monomial = tuple[int, ...]
 Coefficients = tuple[tuple[Monomial, int], ...]
 
 
-class Unsupported(Exception):
-    """The lifter does not understand a construct; the message names it."""
+class Unsupported(BaseException):
+    """The lifter does not understand a construct; the message names it.
+
+    No `Exception`, so that no `except Exception` of lifted code can turn it into a guess.
+    """
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,17 @@ _bool_of: Final[dict[tuple[Any, ...], Bool]] = {}
 
 #: Set by `models.path`: decides a formula on the path being executed.
 decide: Callable[[Bool], bool] | None = None
+
+
+def _nothing_implied(formula: Bool) -> bool | None:
+    return None
+
+
 #: Set by `models.path`: what the path already implies about a formula, None where nothing.
-implied: Callable[[Bool], bool | None] = lambda formula: None
+implied: Callable[[Bool], bool | None] = _nothing_implied
+#: Whether terms may become text. False while lifted code runs, other than for its messages: what
+#: it did with the text of a term would be a guess.
+text_allowed = True
 
 
 def _intern_atom(
@@ -99,6 +112,21 @@ class _Unsupporting:
     def __hash__(self) -> NoReturn:
         self._refuse("hash")
 
+    def __str__(self) -> str:
+        if not text_allowed:
+            self._refuse("text")
+        return show(self)
+
+    def __format__(self, spec: str) -> str:
+        return str(self)
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return self
+
+    __repr__ = __str__
     __rtruediv__ = __truediv__
     __rpow__ = __pow__
     __rshift__ = __rlshift__ = __rrshift__ = __lshift__
@@ -116,9 +144,6 @@ class Int(_Unsupporting):
 
     __hash__ = _Unsupporting.__hash__
 
-    def __repr__(self) -> str:
-        return show(self)
-
     def __bool__(self) -> bool:
         return bool(self != 0)
 
@@ -128,8 +153,16 @@ class Int(_Unsupporting):
     def __pos__(self) -> Int:
         return self
 
+    def __round__(self, digits: int | None = None) -> Int:
+        if digits is not None:
+            self._refuse("rounding to digits")
+        return self
+
+    __ceil__ = __floor__ = __trunc__ = __pos__
+
     def __abs__(self) -> IntLike:
-        return choose(self >= 0, self, -self)
+        magnitude: IntLike = choose(self >= 0, self, -self)
+        return magnitude
 
     def __add__(self, other: Any) -> Any:
         if isinstance(other, Bool):
@@ -184,6 +217,9 @@ class Int(_Unsupporting):
     def __divmod__(self, other: Any) -> Any:
         return self // other, self % other
 
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
+
     def __le__(self, other: Any) -> Any:
         return at_most_zero(self - other)
 
@@ -199,14 +235,14 @@ class Int(_Unsupporting):
     def __eq__(self, other: object) -> Any:
         if isinstance(other, int | Int | Bool):
             return is_zero(self - other)
-        return False
+        return _equals_no_number(self, other)
 
     def __ne__(self, other: object) -> Any:
         return negation(self == other)
 
 
 class Bool(_Unsupporting):
-    """A formula: ``le`` and ``eq`` compare a polynomial with 0; ``var``, ``not``, ``and``, ``or``."""
+    """A formula: ``le`` and ``eq`` compare an integer with 0; ``var``, ``not``, ``and``, ``or``."""
 
     __slots__ = ("_key", "_negation", "args", "kind")
 
@@ -216,9 +252,6 @@ class Bool(_Unsupporting):
         self._key = (kind, *(id(arg) if isinstance(arg, Int | Bool) else arg for arg in args))
 
     __hash__ = _Unsupporting.__hash__
-
-    def __repr__(self) -> str:
-        return show(self)
 
     def __bool__(self) -> bool:
         if decide is None:
@@ -247,7 +280,9 @@ class Bool(_Unsupporting):
     def __eq__(self, other: object) -> Any:
         if isinstance(other, bool | Bool):
             return negation(self ^ other)
-        return int_of(self) == other if isinstance(other, int | Int) else False
+        if isinstance(other, int | Int):
+            return int_of(self) == other
+        return _equals_no_number(self, other)
 
     def __ne__(self, other: object) -> Any:
         return negation(self == other)
@@ -281,6 +316,13 @@ class Bool(_Unsupporting):
         return int_of(self) > other
 
     __radd__, __rmul__ = __add__, __mul__
+
+
+def _equals_no_number(x: _Unsupporting, other: object) -> bool:
+    """An integer equals nothing but numbers; whether it equals a float is not modelled."""
+    if isinstance(other, numbers.Number):
+        x._refuse(f"comparison with a {type(other).__name__}")
+    return False
 
 
 def _formula(kind: str, *args: Any) -> Bool:
@@ -351,7 +393,8 @@ def _negated(x: Bool) -> BoolLike:
         return disjunction(negation(part) for part in x.args)
     if x.kind == "or":
         return conjunction(negation(part) for part in x.args)
-    return x.args[0] if x.kind == "not" else _formula("not", x)  # type: ignore[no-any-return]
+    inner: Bool = x.args[0] if x.kind == "not" else _formula("not", x)
+    return inner
 
 
 def conjunction(parts: Iterable[BoolLike]) -> BoolLike:
@@ -403,7 +446,8 @@ def choose(condition: BoolLike, then: Any, otherwise: Any) -> Any:
 
 def int_of(x: BoolLike | IntLike) -> IntLike:
     """Python's ``int(x)``: 1 for true, 0 for false, numbers as they are."""
-    return choose(x, 1, 0) if isinstance(x, bool | Bool) else x
+    number: IntLike = choose(x, 1, 0) if isinstance(x, bool | Bool) else x
+    return number
 
 
 def floor_div(a: IntLike, b: IntLike) -> IntLike:
@@ -423,6 +467,8 @@ def floor_div(a: IntLike, b: IntLike) -> IntLike:
         if b < 0:
             return floor_div(-a, -b)
     whole, rest = _multiples_of(b, a)
+    if isinstance(rest, int) and isinstance(b, int):
+        return whole + rest // b
     if isinstance(rest, int) and rest in (0, -1):
         return whole + rest  # 0 // b is 0 and -1 // b is -1 for every b > 0
     if isinstance(rest, Int) and rest.terms[0][1] < 0:

@@ -101,9 +101,7 @@ FAMILIES: dict[str, Family] = {
             "hit-full",
             "A waiting request is admitted with a local hit that ends on a block boundary.",
             lambda s: (
-                _without_external(s)
-                & (s.num_hit_blocks > 0)
-                & negation(_hits_inside_a_block(s))
+                _without_external(s) & (s.num_hit_blocks > 0) & negation(_hits_inside_a_block(s))
             ),
         ),
         Family(
@@ -115,9 +113,7 @@ FAMILIES: dict[str, Family] = {
             "external-sync",
             "A waiting request is admitted with external tokens, and computes in the same step.",
             lambda s: (
-                _admission(s)
-                & (s.num_external_tokens > 0)
-                & negation(s.loads_asynchronously)
+                _admission(s) & (s.num_external_tokens > 0) & negation(s.loads_asynchronously)
             ),
         ),
         Family(

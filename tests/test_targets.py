@@ -341,6 +341,13 @@ def age_manifest(entry: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 0}))
 
 
+def forget_core(entry: Path) -> None:
+    path = entry / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["files"][CORE_FILE]
+    path.write_text(json.dumps(manifest))
+
+
 def make_file(entry: Path) -> None:
     shutil.rmtree(entry)
     entry.touch()
@@ -353,6 +360,7 @@ DAMAGES = [
     (remove_manifest, "manifest.json is missing or unreadable"),
     (garble_manifest, "manifest.json is missing or unreadable"),
     (age_manifest, "manifest.json is not of this version of capproof"),
+    (forget_core, "manifest.json is not of this version of capproof"),
     (make_file, "manifest.json is missing or unreadable"),
 ]
 

@@ -1,0 +1,428 @@
+"""The command line: `capproof prove`, `gen-tests`, `conform`, `replay`, `targets`, `explain`.
+
+Exit status: 0 as expected; 1 a verdict or a replay is not as expected; 2 the command could not run,
+with one line saying what and what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from conformance.targets import (
+    DEFAULT_TARGETS,
+    KNOWN_RELEASES,
+    TargetError,
+    Tree,
+    cache_root,
+    cached,
+    fetch,
+    resolve,
+)
+from spec.families import FAMILIES
+from spec.theorems import OBLIGATIONS, THEOREMS
+
+AS_EXPECTED, NOT_AS_EXPECTED, COULD_NOT_RUN = 0, 1, 2
+MANAGERS = ("mamba-align",)
+PROJECT_ROOT = Path(__file__).resolve().parent.parent
+#: Columns of a table that goes into a pipe or a file.
+_PIPE_WIDTH = 160
+GENERATED_TESTS = PROJECT_ROOT / "generated_tests"
+
+
+class CannotRun(Exception):
+    """The command cannot run; one line saying what and what to do."""
+
+
+_targets_option = click.option(
+    "--target",
+    "targets",
+    multiple=True,
+    metavar="T",
+    help="vllm==X.Y.Z, path:DIR or installed; may be repeated.",
+)
+_tier_option = click.option(
+    "--tier",
+    type=click.Choice(["core", "vllm"]),
+    default="core",
+    help="core: the tree's managers under placeholders; vllm: everything imported for real.",
+)
+
+
+@click.group(no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="capproof", prog_name="capproof")
+def cli() -> None:
+    """Prove or refute claims about vLLM's KV-cache block estimate, on the source itself."""
+
+
+@cli.command()
+@_targets_option
+@click.option("--against", metavar="T", help="Expect the verdicts of this target.")
+@click.option("--manager", "managers", multiple=True, metavar="M", help="Default: all modelled.")
+@click.option("--family", "families", multiple=True, metavar="F", help="Default: all.")
+@click.option("--theorem", "theorems", multiple=True, metavar="SLUG", help="Default: all.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write verdicts.")
+@click.option("--no-cache", is_flag=True, help="Prove again even if nothing changed.")
+@click.option("--jobs", type=click.IntRange(min=1), default=os.cpu_count() or 1, metavar="N")
+def prove(
+    targets: tuple[str, ...],
+    against: str | None,
+    managers: tuple[str, ...],
+    families: tuple[str, ...],
+    theorems: tuple[str, ...],
+    json_file: Path | None,
+    no_cache: bool,
+    jobs: int,
+) -> int:
+    """Settle each theorem for each kind of step of each target."""
+    from conformance.obligations import Selection, document, is_as_expected
+    from conformance.report import show_unproved, show_verdicts
+
+    _check_names(managers, families, theorems)
+    selection = Selection(families, theorems)
+    if not list(selection.obligations()):
+        raise CannotRun("nothing to prove: no obligation is in this selection")
+    _check_writable(json_file)
+    trees = _resolved(targets or DEFAULT_TARGETS)
+    baseline = _resolved((against,))[0] if against else None
+    wanted = [*trees, *([baseline] if baseline and baseline not in trees else [])]
+    rows = _settle_all(wanted, selection, use_cache=not no_cache, jobs=jobs)
+    if baseline is not None:
+        rows = _expecting(rows, baseline.target, {tree.target for tree in trees})
+    if json_file is not None:
+        _write(json_file, json.dumps(document(rows), indent=2) + "\n")
+    console = _console()
+    show_verdicts(console, rows)
+    show_unproved(console, rows, _keep_scenarios(rows))
+    surprises = [row for row in rows if not is_as_expected(row)]
+    proved = sum(row["verdict"] == "PROVED" for row in rows)
+    console.print(
+        f"{len(rows)} obligations: {proved} proved, {len(rows) - proved} not; "
+        f"{len(surprises)} not as expected",
+        highlight=False,
+    )
+    return NOT_AS_EXPECTED if surprises else AS_EXPECTED
+
+
+@cli.command("gen-tests")
+@_targets_option
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=GENERATED_TESTS,
+    help="Default: the project's.",
+)
+@click.option("--check", is_flag=True, help="Write nothing; fail where the folder is not current.")
+def gen_tests(targets: tuple[str, ...], out: Path, check: bool) -> int:
+    """Write the generated tests, or check that the committed ones are current."""
+    from conformance import gen_tests as writing
+    from conformance.obligations import Selection, settle
+
+    with _cannot_run_on(writing.GenTestsError):
+        if not check:
+            trees = _resolved(targets or DEFAULT_TARGETS)
+            with _progress() as on_progress:
+                files = writing.generate_files(trees, on_progress)
+            changed = writing.write(files, out)
+            click.echo(f"{out}: {len(files)} files, {len(changed)} changed")
+            return AS_EXPECTED
+        differences = writing.check_rendering(out)
+        trees = _resolved(targets or writing.committed_targets(out))
+        with _progress() as on_progress:
+            rows = [
+                row
+                for tree in trees
+                for row in settle(tree, Selection(), use_cache=False, on_progress=on_progress)
+            ]
+        differences += writing.check_verdicts(out, rows)
+    for difference in differences:
+        click.echo(f"{difference.what}; run `capproof gen-tests`")
+    if not differences:
+        click.echo(f"{out}: current, and {len(rows)} verdicts are the committed ones")
+    return NOT_AS_EXPECTED if differences else AS_EXPECTED
+
+
+@cli.command(context_settings={"ignore_unknown_options": True})
+@_targets_option
+@_tier_option
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
+@click.argument("pytest_args", nargs=-1, type=click.UNPROCESSED)
+def conform(targets: tuple[str, ...], tier: str, device: str, pytest_args: tuple[str, ...]) -> int:
+    """Run the generated tests on the real managers; what follows -- goes to pytest."""
+    from conformance.conform import run
+
+    return run(targets or DEFAULT_TARGETS, tier, pytest_args, GENERATED_TESTS, device=device)
+
+
+@cli.command()
+@click.argument("scenario_file", type=click.Path(path_type=Path), metavar="SCENARIO.json")
+@_targets_option
+@_tier_option
+def replay(scenario_file: Path, targets: tuple[str, ...], tier: str) -> int:
+    """Replay a scenario on the real manager; by default on the targets that it shows a fault of."""
+    from conformance.replay import Outcome, replay_in
+    from conformance.report import show_replay
+    from conformance.scenario import load
+
+    scenarios = load(scenario_file)
+    predicted = dict.fromkeys(target for scenario in scenarios for target in _shows_on(scenario))
+    console = _console()
+    worst = AS_EXPECTED
+    for tree in _resolved(targets or tuple(predicted) or DEFAULT_TARGETS):
+        results = replay_in(tree.root, tier, scenarios, target=tree.target)
+        for scenario, result in zip(scenarios, results, strict=True):
+            show_replay(console, scenario, result, tier)
+            if result.outcome is Outcome.COULD_NOT_RUN:
+                worst = COULD_NOT_RUN
+            elif result.outcome is Outcome.DISAGREES or (
+                result.outcome is Outcome.NOT_PREDICTED and result.theorem_holds is False
+            ):
+                worst = max(worst, NOT_AS_EXPECTED)
+    return worst
+
+
+@cli.command("targets")
+@click.option("--fetch", "to_fetch", metavar="T", help="Fetch a release again.")
+def list_targets(to_fetch: str | None) -> int:
+    """List the releases that are known and cached."""
+    if to_fetch is not None:
+        tree = fetch(to_fetch)
+        click.echo(f"{tree.target}  {tree.root}")
+        return AS_EXPECTED
+    present = cached()
+    known = [f"vllm=={release}" for release in KNOWN_RELEASES]
+    for target in sorted({*known, *present}, key=_version_key):
+        notes = ["known" if target in known else "not described yet"]
+        notes.append("cached" if target in present else "not cached")
+        notes += ["default"] if target in DEFAULT_TARGETS else []
+        click.echo(f"{target}  {', '.join(notes)}")
+    click.echo(f"cache: {cache_root()}")
+    return AS_EXPECTED
+
+
+@cli.command()
+@click.argument("slug", metavar="SLUG")
+def explain(slug: str) -> int:
+    """Explain a theorem, a family or an assumption."""
+    from conformance.explain import explanation
+
+    text = explanation(slug)
+    if text is None:
+        raise CannotRun(f"unknown theorem, family or assumption {slug!r}; theorems: {_names()}")
+    click.echo(text)
+    return AS_EXPECTED
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status; every failure is one line on stderr."""
+    from conformance.scenario import ScenarioError
+    from models.loader import CoreError
+
+    try:
+        return int(cli.main(args=arguments, standalone_mode=False, prog_name="capproof") or 0)
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.exceptions.Abort:
+        return _stopped()
+    except click.ClickException as error:
+        return _fail(error.format_message())
+    except (CannotRun, TargetError, ScenarioError, CoreError) as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return _stopped()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return AS_EXPECTED
+
+
+def _fail(reason: str) -> int:
+    click.echo(f"capproof: {' '.join(reason.split())}", err=True)
+    return COULD_NOT_RUN
+
+
+def _stopped() -> int:
+    return _fail("stopped; nothing half-written is left, run the same command again")
+
+
+# ---- checking what was asked for -----------------------------------------------------------------
+
+
+def _check_names(managers: Sequence[str], families: Sequence[str], theorems: Sequence[str]) -> None:
+    for manager in managers:
+        if manager not in MANAGERS:
+            raise CannotRun(f"unknown manager {manager!r}; modelled: {', '.join(MANAGERS)}")
+    with_obligations = {family for family, _ in OBLIGATIONS}
+    for family in families:
+        if family in FAMILIES and family not in with_obligations:
+            raise CannotRun(
+                f"family {family} has no obligations yet; "
+                f"with obligations: {', '.join(dict.fromkeys(f for f, _ in OBLIGATIONS))}"
+            )
+        if family not in FAMILIES:
+            raise CannotRun(f"unknown family {family!r}; families: {', '.join(FAMILIES)}")
+    for theorem in theorems:
+        if theorem not in THEOREMS:
+            raise CannotRun(f"unknown theorem {theorem!r}; theorems: {_names()}")
+
+
+def _shows_on(scenario: Any) -> list[str]:
+    """Targets on which a scenario shows something: its refutation, or what is predicted."""
+    return [
+        target
+        for target, prediction in (scenario.predicted or {}).items()
+        if scenario.theorem is None or scenario.theorem in prediction.violates
+    ]
+
+
+def _names() -> str:
+    return ", ".join(THEOREMS)
+
+
+def _check_writable(file: Path | None) -> None:
+    """Refuse an output file before any time is spent on what goes into it."""
+    if file is None:
+        return
+    if file.is_dir():
+        raise CannotRun(f"--json {file}: a folder is there; name a file")
+    if not file.parent.is_dir():
+        raise CannotRun(f"--json {file}: {file.parent} is no folder")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise CannotRun(f"--json {file}: cannot be written")
+
+
+def _write(file: Path, text: str) -> None:
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, file)
+    except OSError as error:
+        raise CannotRun(f"{file}: cannot be written: {error.strerror}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _resolved(targets: Sequence[str]) -> list[Tree]:
+    return [resolve(target) for target in dict.fromkeys(target.strip() for target in targets)]
+
+
+# ---- doing it ------------------------------------------------------------------------------------
+
+
+def _settle_all(
+    trees: Sequence[Tree], selection: Any, *, use_cache: bool, jobs: int
+) -> list[dict[str, Any]]:
+    from conformance.obligations import settle, settled_before
+
+    found = {tree: settled_before(tree, selection) if use_cache else None for tree in trees}
+    missing = [tree for tree, rows in found.items() if rows is None]
+    with _progress() as on_progress:
+        if len(missing) > 1 and jobs > 1:
+            on_progress(f"{len(missing)} targets in parallel")
+            found.update(
+                zip(missing, _in_parallel(missing, selection, use_cache, jobs), strict=True)
+            )
+        else:
+            for tree in missing:
+                found[tree] = settle(tree, selection, use_cache=use_cache, on_progress=on_progress)
+    return [row for rows in found.values() for row in rows or ()]
+
+
+def _in_parallel(
+    trees: Sequence[Tree], selection: Any, use_cache: bool, jobs: int
+) -> list[list[dict[str, Any]]]:
+    import joblib
+
+    from conformance.obligations import settle
+
+    work = (joblib.delayed(settle)(tree, selection, use_cache=use_cache) for tree in trees)
+    found: list[list[dict[str, Any]]] = joblib.Parallel(n_jobs=min(jobs, len(trees)))(work)
+    return found
+
+
+def _expecting(
+    rows: Sequence[dict[str, Any]], baseline: str, shown: set[str]
+) -> list[dict[str, Any]]:
+    """Rows of the shown targets, each expected to have the baseline's verdict."""
+    verdicts = {
+        (row["family"], tuple(row["tags"]), row["theorem"]): row["verdict"]
+        for row in rows
+        if row["target"] == baseline
+    }
+    return [
+        {**row, "expected": verdicts[row["family"], tuple(row["tags"]), row["theorem"]]}
+        for row in rows
+        if row["target"] in shown
+    ]
+
+
+def _keep_scenarios(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Write counterexamples where `replay` can read them; committed ones are named as they are."""
+    from conformance.scenario import dump, loads
+
+    paths = {}
+    for row in rows:
+        if row["scenario"] is None:
+            continue
+        name = row["scenario"]["name"]
+        committed = GENERATED_TESTS / "scenarios" / "refutations" / f"{name}.json"
+        file = cache_root() / "scenarios" / f"{name}.json"
+        if committed.is_file():
+            file = committed
+        else:
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                dump(loads(json.dumps(row["scenario"]), name=name), file)
+            except OSError:
+                continue  # --json holds the scenario all the same
+        paths[name] = os.path.relpath(file) if file.is_relative_to(Path.cwd()) else str(file)
+    return paths
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
+
+
+@contextmanager
+def _cannot_run_on(*errors: type[Exception]) -> Iterator[None]:
+    from models.lift import NotUnderstood
+
+    try:
+        yield
+    except (*errors, NotUnderstood) as error:
+        raise CannotRun(str(error)) from error
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """What is being worked on: one line that is rewritten on a terminal, nothing in a pipe."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status("starting") as status:
+        yield lambda text: status.update(text, spinner="dots")
+
+
+def _version_key(target: str) -> tuple[int, ...]:
+    release = target.rpartition("==")[2]
+    return tuple(int(part) if part.isdigit() else 0 for part in release.split("."))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""What a theorem, a family or an assumption says, as text."""
+
+from __future__ import annotations
+
+from spec.assumptions import ASSUMPTIONS, Assumption
+from spec.families import FAMILIES, Family
+from spec.theorems import OBLIGATIONS, THEOREMS, Theorem
+
+
+def explanation(slug: str) -> str | None:
+    """Return the text of a slug, None where nothing has that name."""
+    if slug in THEOREMS:
+        return _theorem(THEOREMS[slug])
+    if slug in FAMILIES:
+        return _family(FAMILIES[slug])
+    return next((_assumption(a) for a in ASSUMPTIONS if a.slug == slug), None)
+
+
+def _theorem(theorem: Theorem) -> str:
+    families = ", ".join(" with ".join((family, *tags)) for family, tags in OBLIGATIONS)
+    scope = (
+        "Steps that raise are covered too."
+        if theorem.survives_exception
+        else "Steps that raise are left to allocation-succeeds."
+    )
+    return "\n".join(
+        (
+            f"{theorem.slug}: {theorem.sentence}",
+            "",
+            theorem.unsat_iff,
+            scope,
+            f"Families: {families}.",
+            f"Source: {theorem.source}.",
+            "",
+            "Assumptions:",
+            *(f"  {a.slug}: {a.sentence}" for a in ASSUMPTIONS),
+        )
+    )
+
+
+def _family(family: Family) -> str:
+    has_obligations = any(slug == family.slug for slug, _ in OBLIGATIONS)
+    note = "" if has_obligations else "\nNo theorem is settled for it yet."
+    return f"{family.slug}: {family.sentence}{note}"
+
+
+def _assumption(assumption: Assumption) -> str:
+    return f"{assumption.slug}: {assumption.sentence}\n\nKept by: {assumption.reason}."

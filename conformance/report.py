@@ -1,0 +1,135 @@
+"""Verdicts and replays as text: a matrix on a terminal, one greppable line each in a pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from conformance.expectations import where
+from conformance.obligations import Row, is_as_expected
+from conformance.replay import Replay, StepSeen
+from conformance.scenario import Scenario
+
+_STYLE = {"PROVED": "green", "REFUTED": "red"}
+
+
+def show_verdicts(console: Console, rows: Sequence[Row]) -> None:
+    """Print every verdict: a matrix per target on a terminal, else a line each."""
+    if not console.is_terminal:
+        for row in rows:
+            console.print(verdict_line(row), markup=False, highlight=False, soft_wrap=True)
+        return
+    for target in dict.fromkeys(row["target"] for row in rows):
+        console.print(_matrix(target, [row for row in rows if row["target"] == target]))
+
+
+def verdict_line(row: Row) -> str:
+    """Return a verdict as one line that grep can find."""
+    expected = "" if is_as_expected(row) else f"  expected {row['expected'] or 'PROVED'}"
+    family = where(row["family"], row["tags"])
+    return (
+        f"{row['target']} {row['manager']} {family} {row['theorem']} {row['verdict']} "
+        f"{row['seconds']:.2f} s{expected}"
+    )
+
+
+def show_unproved(console: Console, rows: Iterable[Row], replay_paths: dict[str, str]) -> None:
+    """Print a line per obligation that is not proved: the numbers, and how to replay them.
+
+    Args:
+        console: Where to print.
+        rows: Verdicts.
+        replay_paths: Scenario file by scenario name.
+    """
+    for row in rows:
+        if row["verdict"] == "PROVED":
+            continue
+        family = where(row["family"], row["tags"])
+        head = f"{row['verdict']} {row['target']} {family} {row['theorem']}"
+        if row["scenario"] is None:
+            console.print(f"{head}: {row['reason']}", markup=False, soft_wrap=True)
+            continue
+        console.print(f"{head}: {counterexample_line(row)}", markup=False, soft_wrap=True)
+        path = replay_paths.get(row["scenario"]["name"])
+        if path is not None:
+            console.print(
+                f"  capproof replay {path} --target {row['target']}", markup=False, soft_wrap=True
+            )
+
+
+def counterexample_line(row: Row) -> str:
+    """Return a counterexample's numbers in one line."""
+    found = row["scenario"]
+    geometry, last = found["geometry"], found["steps"][-1]
+    seen = found["predicted"][row["target"]]
+    outcome = f"estimate {seen['estimate']}, drawn {seen['drawn']}, needed {last['expect']['need']}"
+    if seen["raised"] is not None:
+        outcome = f"raises {seen['raised']}"
+    return (
+        f"B {geometry['block_size']}, H {geometry['hash_block_size']}, "
+        f"S {geometry['num_speculative_blocks']}, K {geometry['num_prefill_checkpoint_blocks']}, "
+        f"{last['total_computed_tokens']} tokens computed, then {last['num_tokens_main_model']}: "
+        f"{outcome}"
+    )
+
+
+def _matrix(target: str, rows: Sequence[Row]) -> Table:
+    families = list(dict.fromkeys(where(row["family"], row["tags"]) for row in rows))
+    cells = {(row["theorem"], where(row["family"], row["tags"])): row for row in rows}
+    table = Table(title=target, title_justify="left", title_style="bold")
+    table.add_column("theorem")
+    for family in families:
+        table.add_column(family)
+    for theorem in dict.fromkeys(row["theorem"] for row in rows):
+        table.add_row(theorem, *(_cell(cells.get((theorem, family))) for family in families))
+    return table
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    style = _STYLE.get(row["verdict"], "yellow")
+    note = "" if is_as_expected(row) else f" (expected {row['expected'] or 'PROVED'})"
+    return f"[{style}]{row['verdict']}[/]{note}"
+
+
+def show_replay(console: Console, scenario: Scenario, replay: Replay, tier: str) -> None:
+    """Print the steps of a replay as a numbered table, and what came of it."""
+    console.print(
+        f"{scenario.name} on {replay.target}, tier {tier}: {replay.outcome.value}",
+        markup=False,
+        soft_wrap=True,
+    )
+    if replay.steps:
+        console.print(_steps(scenario, replay.steps))
+    if replay.detail:
+        console.print(f"  {replay.detail}", markup=False, soft_wrap=True)
+    if scenario.theorem is not None and replay.theorem_holds is not None:
+        verb = "holds here" if replay.theorem_holds else "is broken"
+        console.print(f"  {scenario.theorem} {verb}", markup=False, soft_wrap=True)
+
+
+def _steps(scenario: Scenario, seen: Sequence[StepSeen]) -> Table:
+    table = Table(box=None, pad_edge=True)
+    for heading in ("step", "what", "tokens"):
+        table.add_column(heading)
+    for heading in ("dry run", "estimate", "drawn", "needed", "columns", "held", "free"):
+        table.add_column(heading, justify="right")
+    for number, (planned, step) in enumerate(zip(scenario.steps, seen, strict=False), start=1):
+        values: list[Any] = [
+            step.step.dry_run,
+            step.step.estimate,
+            step.step.drawn,
+            planned.expect.need,
+            step.step.table_length,
+            step.held,
+            step.free,
+        ]
+        raised = f" ({step.step.raised})" if step.step.raised else ""
+        tokens = f"{planned.call.total_computed_tokens} to {planned.call.num_tokens_main_model}"
+        shown = ["-" if value is None else str(value) for value in values]
+        table.add_row(str(number), planned.why + raised, tokens, *shown)
+    return table

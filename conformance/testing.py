@@ -1,0 +1,152 @@
+"""What rendered tests run with: the real managers of the targets that the command line names.
+
+`driver` is one driver per target. A test, or one of its parameter sets, marked `refuted` for a
+target is a strict xfail there: a fix is noticed, and another failure is not hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NoReturn
+
+import pytest
+
+from conformance.driver import BindingError, Driver, core_driver, vllm_driver
+from conformance.targets import DEFAULT_TARGETS, TargetError, resolve
+
+COULD_NOT_RUN = 2
+
+_drivers = pytest.StashKey[dict[str, Driver]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options that say what to run on."""
+    group = parser.getgroup("capproof")
+    group.addoption(
+        "--capproof-target",
+        action="append",
+        metavar="T",
+        help="vLLM tree to test, may be repeated (default: the project's default targets)",
+    )
+    group.addoption(
+        "--capproof-tier",
+        choices=("core", "vllm"),
+        default="core",
+        help="core: the tree's managers under placeholders; vllm: everything imported for real",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker `refuted`."""
+    config.addinivalue_line(
+        "markers",
+        "refuted(theorem, targets, raises=AssertionError): for each target named, with the reason, "
+        "the theorem is refuted: a strict xfail",
+    )
+    config.addinivalue_line(
+        "markers",
+        "not_applicable(targets): for each target named, with the reason, the step cannot be asked "
+        "of that release: the test is deselected there, and counted as such",
+    )
+    config.stash[_drivers] = {}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Set every target up before anything is collected, so that none can be skipped over."""
+    targets = _targets(session.config)
+    if _tier(session.config) == "vllm" and len(targets) != 1:
+        _stop("the vllm tier runs one target per process: give one --capproof-target")
+    for target in targets:
+        _driver_of(session.config, target)
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Say which vLLM is under test, in which tier."""
+    return [
+        f"capproof: {target}, tier {_tier(config)}, {driver.location}"
+        for target, driver in config.stash[_drivers].items()
+    ]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run every test that takes a driver once per target."""
+    if "driver" in metafunc.fixturenames:
+        targets = _targets(metafunc.config)
+        metafunc.parametrize("driver", targets, ids=targets, indirect=True, scope="session")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what the target cannot be asked; expect the failure of what is refuted for it."""
+    not_applicable = [item for item in items if _cannot_be_asked(item)]
+    if not_applicable:
+        config.hook.pytest_deselected(items=not_applicable)
+        items[:] = [item for item in items if not _cannot_be_asked(item)]
+    for item in items:
+        target = _target_of(item)
+        for mark in item.iter_markers("refuted"):
+            reasons = _reasons(item, mark)
+            if target in reasons:
+                item.add_marker(_expected_failure(mark, reasons[target]))
+
+
+@pytest.fixture(scope="session")
+def driver(request: pytest.FixtureRequest) -> Driver:
+    """The driver of one target."""
+    return _driver_of(request.config, request.param)
+
+
+def _cannot_be_asked(item: pytest.Item) -> bool:
+    target = _target_of(item)
+    return any(target in mark.kwargs["targets"] for mark in item.iter_markers("not_applicable"))
+
+
+def _expected_failure(mark: pytest.Mark, reason: str) -> pytest.MarkDecorator:
+    return pytest.mark.xfail(
+        strict=True,
+        raises=mark.kwargs.get("raises", AssertionError),
+        reason=f"{mark.kwargs['theorem']} is refuted: {reason}",
+    )
+
+
+def _reasons(item: pytest.Item, mark: pytest.Mark) -> Mapping[str, str]:
+    if mark.args or not {"theorem", "targets"} <= mark.kwargs.keys() <= {
+        "theorem",
+        "targets",
+        "raises",
+    }:
+        raise pytest.UsageError(f"{item.nodeid}: refuted takes theorem=, targets= and raises=")
+    reasons: Mapping[str, str] = mark.kwargs["targets"]
+    return reasons
+
+
+def _target_of(item: pytest.Item) -> str | None:
+    callspec = getattr(item, "callspec", None)
+    return None if callspec is None else callspec.params.get("driver")
+
+
+def _targets(config: pytest.Config) -> list[str]:
+    given = config.getoption("--capproof-target", None)
+    return list(dict.fromkeys(given or DEFAULT_TARGETS))
+
+
+def _tier(config: pytest.Config) -> str:
+    return str(config.getoption("--capproof-tier", "core"))
+
+
+def _driver_of(config: pytest.Config, target: str) -> Driver:
+    drivers = config.stash[_drivers]
+    if target not in drivers:
+        make = vllm_driver if _tier(config) == "vllm" else core_driver
+        try:
+            drivers[target] = make(resolve(target).root)
+        except TargetError as error:
+            _stop(str(error))
+        except BindingError as error:
+            _stop(f"{target}: {error}")
+    return drivers[target]
+
+
+def _stop(reason: str) -> NoReturn:
+    """End the run: a target that cannot be set up is never a skip."""
+    pytest.exit(f"capproof: {reason}", returncode=COULD_NOT_RUN)
