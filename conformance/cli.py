@@ -70,6 +70,11 @@ def cli() -> None:
 @click.option("--theorem", "theorems", multiple=True, metavar="SLUG", help="Default: all.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write verdicts.")
 @click.option("--no-cache", is_flag=True, help="Prove again even if nothing changed.")
+@click.option(
+    "--crosscheck",
+    is_flag=True,
+    help="Check proofs with cvc5 too, and counterexamples on the real code.",
+)
 @click.option("--jobs", type=click.IntRange(min=1), default=os.cpu_count() or 1, metavar="N")
 def prove(
     targets: tuple[str, ...],
@@ -79,6 +84,7 @@ def prove(
     theorems: tuple[str, ...],
     json_file: Path | None,
     no_cache: bool,
+    crosscheck: bool,
     jobs: int,
 ) -> int:
     """Settle each theorem for each kind of step of each target."""
@@ -96,6 +102,8 @@ def prove(
     rows = _settle_all(wanted, selection, use_cache=not no_cache, jobs=jobs)
     if baseline is not None:
         rows = _expecting(rows, baseline.target, {tree.target for tree in trees})
+    if crosscheck:
+        rows = _crosschecked(rows, trees)
     if json_file is not None:
         _write(json_file, json.dumps(document(rows), indent=2) + "\n")
     console = _console()
@@ -108,7 +116,8 @@ def prove(
         f"{len(surprises)} not as expected",
         highlight=False,
     )
-    return NOT_AS_EXPECTED if surprises else AS_EXPECTED
+    unconfirmed = crosscheck and not _show_crosscheck(console, rows)
+    return NOT_AS_EXPECTED if surprises or unconfirmed else AS_EXPECTED
 
 
 @cli.command("gen-tests")
@@ -349,6 +358,34 @@ def _in_parallel(
     work = (joblib.delayed(settle)(tree, selection, use_cache=use_cache) for tree in trees)
     found: list[list[dict[str, Any]]] = joblib.Parallel(n_jobs=min(jobs, len(trees)))(work)
     return found
+
+
+def _crosschecked(rows: Sequence[dict[str, Any]], trees: Sequence[Tree]) -> list[dict[str, Any]]:
+    from conformance.crosscheck import crosscheck
+    from models.second_solver import SecondSolverMissing
+
+    with _cannot_run_on(SecondSolverMissing):
+        return [
+            row
+            for tree in trees
+            for row in crosscheck(tree, [row for row in rows if row["target"] == tree.target])
+        ]
+
+
+def _show_crosscheck(console: Any, rows: Sequence[dict[str, Any]]) -> bool:
+    """Print what the second check came to; whether it agrees with every verdict."""
+    from conformance.crosscheck import AGREES
+    from conformance.report import verdict_line
+
+    unconfirmed = [row for row in rows if row["crosscheck"] != AGREES]
+    for row in unconfirmed:
+        said = row["crosscheck"] or "nothing to check"
+        console.print(f"CROSSCHECK {said}: {verdict_line(row)}", markup=False, soft_wrap=True)
+    console.print(
+        f"crosscheck: {len(rows) - len(unconfirmed)} of {len(rows)} verdicts confirmed",
+        highlight=False,
+    )
+    return not unconfirmed
 
 
 def _expecting(

@@ -12,9 +12,17 @@ from typing import Any, Protocol, TypeVar
 
 from models import intended, smt, term
 from models.evaluate import Evaluator
-from models.lift import Exploration, NotUnderstood, PathSummary, explore, lifted_core, summary_of
+from models.lift import (
+    Exploration,
+    MaybeMissingPaths,
+    NotUnderstood,
+    PathSummary,
+    explore,
+    lifted_core,
+    summary_of,
+)
 from models.term import BoolLike
-from spec.assumptions import CHECKPOINT_BLOCKS, SPECULATIVE_BLOCKS, TABLE_HOLDS_COMPUTED_STATE
+from spec.assumptions import CHECKPOINT_BLOCKS, SPECULATIVE_BLOCKS
 from spec.theorems import OBLIGATIONS, THEOREMS, Need, Pool, Theorem
 from spec.vocabulary import Situation, Step
 
@@ -140,13 +148,13 @@ def _of_family(
     try:
         explorations = [explorer(family, tags, eagle=eagle) for eagle in (False, True)]
     except NotUnderstood as error:
-        share = (time.perf_counter() - started) / len(theorems)
+        share = (time.perf_counter() - started) / max(len(theorems), 1)
+        solver_gave_up = isinstance(error, MaybeMissingPaths)
+        verdict = Verdict.UNKNOWN if solver_gave_up else Verdict.UNSUPPORTED
         for theorem in theorems:
-            yield Obligation(
-                family, tags, theorem.slug, Verdict.UNSUPPORTED, (), share, reason=str(error)
-            )
+            yield Obligation(family, tags, theorem.slug, verdict, (), share, reason=str(error))
         return
-    share = (time.perf_counter() - started) / len(theorems)
+    share = (time.perf_counter() - started) / max(len(theorems), 1)
     provers = [Prover(exploration) for exploration in explorations]
     for theorem in theorems:
         started = time.perf_counter()
@@ -194,9 +202,10 @@ class Prover:
     def settle(self, theorem: Theorem) -> _Part:
         """Return the verdict of a theorem.
 
-        Unsat iff the claim holds in every step of the exploration; a model is a step that breaks it.
+        Unsat iff the claim holds in every step of the exploration; a model is a step that breaks
+        it.
         """
-        in_force = self._with_state_assumption(self.exploration.assumptions)
+        in_force = self._with_built_in(self.exploration.assumptions)
         result = self._question.ask(self.violation(theorem))
         if result.answer is smt.Answer.SAT:
             found = self._least(result.values, self.violation(theorem))
@@ -208,7 +217,7 @@ class Prover:
             return _Part(Verdict.UNKNOWN, in_force, reason=f"witness: {witness.reason}")
         if witness.answer is smt.Answer.UNSAT:
             return _Part(Verdict.VACUOUS, in_force, reason="no step shows the theorem's witness")
-        used = self._with_state_assumption((*self.exploration.core, *result.core))
+        used = self._with_built_in((*self.exploration.core, *result.core))
         return _Part(Verdict.PROVED, used)
 
     def violation(self, theorem: Theorem) -> BoolLike:
@@ -225,8 +234,21 @@ class Prover:
         question.add(*self.exploration.assumptions.values(), self.violation(theorem))
         return question.smtlib()
 
+    def uncovered_smtlib(self) -> str:
+        """Return the completeness question as an SMT-LIB 2 script; unsat means no path is missing.
+
+        A model is a situation that keeps the assumptions and lies on none of the paths.
+        """
+        question = smt.Question()
+        question.add(*self.exploration.assumptions.values())
+        question.add(*(term.negation(path.condition) for path in self.exploration.paths))
+        return question.smtlib()
+
     def _claim(self, theorem: Theorem, path: PathSummary) -> BoolLike:
-        return theorem.claim(self.exploration.situation, path.step, self._pool, self._need)
+        claim: BoolLike = theorem.claim(
+            self.exploration.situation, path.step, self._pool, self._need
+        )
+        return claim
 
     def _has_witness(self, theorem: Theorem) -> smt.Result:
         interesting = [
@@ -256,11 +278,8 @@ class Prover:
             path.raised_at,
         )
 
-    def _with_state_assumption(self, slugs: Mapping[str, Any] | Sequence[str]) -> tuple[str, ...]:
-        """The table's length is that assumption put to use, so a proof cannot do without it."""
-        has_table = not isinstance(self.exploration.situation.table_length, int)
-        built_in = (TABLE_HOLDS_COMPUTED_STATE.slug,) if has_table else ()
-        return tuple(dict.fromkeys((*built_in, *slugs)))
+    def _with_built_in(self, slugs: Mapping[str, Any] | Sequence[str]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.exploration.built_in, *slugs)))
 
 
 def _variables_in_order() -> list[term.IntLike]:
