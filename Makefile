@@ -39,6 +39,7 @@ check: $(TEST) ## ruff and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/python scripts/docs.py --check
 
 bench: $(TEST) ## measure, on an idle machine
 	$(BIN)/python scripts/bench.py

@@ -172,9 +172,10 @@ def _refutations(
     target: str, rows: Iterable[Row], lifted: Mapping[str, LiftedTree]
 ) -> Iterable[Scenario]:
     for row in rows:
-        if row["scenario"] is not None:
-            (found,) = loads(json.dumps(row["scenario"]), name=f"counterexample in {target}")
-            yield generate.with_predictions(found, lifted)
+        for scenario in (row["scenario"], row["scenario_at_production_sizes"]):
+            if scenario is not None:
+                (found,) = loads(json.dumps(scenario), name=f"counterexample in {target}")
+                yield generate.with_predictions(found, lifted)
 
 
 def _rendered(

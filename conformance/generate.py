@@ -18,14 +18,21 @@ from models import intended, smt, term
 from models.evaluate import Evaluator
 from models.lift import Exploration, PathSummary
 from models.predict import LiftedTree, after, obligation_of, violated
-from models.prove import MANAGER, Counterexample, Obligation, in_numbers
+from models.prove import MANAGER, Counterexample, Obligation, Prover, in_numbers
 from spec.families import reserves_checkpoint, tags_of
+from spec.theorems import THEOREMS
 from spec.vocabulary import Call, Geometry, Situation, Step
 
 #: The longest prompt that edges go up to, in tokens: vLLM #57050's `--max-model-len`.
 MAX_TOKENS = 1_048_576
 #: Sizes at which the edges of a path are taken, in tokens: those of the stall in CASES 57050.
 EDGE_SIZES = {"block_size": 16, "hash_block_size": 4, "prefill_checkpoint_alignment": 4}
+#: Sizes of a model in production, in tokens: those of vLLM #57050.
+PRODUCTION_SIZES = {
+    "block_size": 896,
+    "hash_block_size": 128,
+    "prefill_checkpoint_alignment": 64,
+}
 #: Blocks in a scenario's pool beyond what estimate and steps can take.
 SPARE_BLOCKS = 8
 #: What a canonical scenario makes least, the first one first.
@@ -179,6 +186,36 @@ def refutation(
     )
 
 
+def refutation_at_production_sizes(
+    target: str, obligation: Obligation, trees: Mapping[str, LiftedTree]
+) -> Scenario | None:
+    """Return the longest prompt that breaks a refuted theorem at sizes that people run.
+
+    None where the theorem is not refuted at these sizes.
+    """
+    theorem = THEOREMS[obligation.theorem]
+    for eagle in (False, True):
+        exploration = trees[target].exploration(obligation.family, obligation.tags, eagle=eagle)
+        question = smt.Question()
+        question.add(*exploration.assumptions.values(), Prover(exploration).violation(theorem))
+        question.add(*_of_sizes(exploration, PRODUCTION_SIZES), *_within_limit())
+        found = question.ask()
+        if found.answer is smt.Answer.SAT:
+            order = ("num_speculative_blocks", "tokens_left", "prefill_end", "num_computed_tokens")
+            declared = [term.int_var(*_declared(name)) for name in order if _is_declared(name)]
+            values = question.minimize(found.values, declared)
+            where = "-".join((obligation.family, *obligation.tags))
+            return scenario_of(
+                _request(exploration, values),
+                trees=trees,
+                source=f"longest prompt that breaks {obligation.theorem} in {where} for {target} "
+                "at production sizes",
+                name=_slug(f"{obligation.theorem}-{where}-{target}-at-production-sizes"),
+                theorem=obligation.theorem,
+            )
+    return None
+
+
 def request_in(scenario: Scenario) -> Request:
     """Return the request that a scenario of ours was made from."""
     steps = scenario.steps
@@ -228,7 +265,8 @@ def _of_path(
     exploration: Exploration, path: PathSummary, *, with_edges: bool
 ) -> Iterator[tuple[Request, str]]:
     question = smt.Question()
-    question.add(*exploration.assumptions.values(), path.condition, *_ordinary(exploration))
+    sizes = _of_sizes(exploration, EDGE_SIZES)
+    question.add(*exploration.assumptions.values(), path.condition, *sizes)
     least = question.ask()
     if least.answer is not smt.Answer.SAT:
         question = smt.Question()
@@ -250,26 +288,31 @@ def _of_path(
         yield edge, "block or hash boundary near the least tokens"
 
 
-def _ordinary(exploration: Exploration) -> Iterator[Any]:
+def _of_sizes(exploration: Exploration, sizes: Mapping[str, int]) -> Iterator[Any]:
     geometry = exploration.situation.geometry
-    for name, size in EDGE_SIZES.items():
+    for name, size in sizes.items():
         yield getattr(geometry, name) == size
+
+
+def _within_limit() -> Iterator[Any]:
+    """The prompt has `MAX_TOKENS` but for `tokens_left`, and there is no lookahead."""
+    end = term.int_var(*_declared("num_tokens_main_model"))
+    yield end + term.int_var("tokens_left", 0) == MAX_TOKENS
+    yield term.int_var(*_declared("num_tokens")) == end
 
 
 def _greatest(
     question: smt.Question, values: Mapping[str, Any], request: Request
 ) -> Mapping[str, Any] | None:
     """The model with the most tokens within `MAX_TOKENS` that starts as the request does."""
-    end = term.int_var(*_declared("num_tokens_main_model"))
-    left = term.int_var("tokens_left", 0)
-    pins: list[Any] = [end + left == MAX_TOKENS, term.int_var(*_declared("num_tokens")) == end]
+    pins = list(_within_limit())
     if len(request.chunks) > 1:
         computed = term.int_var(*_declared("num_computed_tokens"))
         pins.append(computed == request.chunks[0])
     found = question.ask(*pins)
     if found.answer is not smt.Answer.SAT:
         return None
-    return question.minimize(found.values, [left], *pins)
+    return question.minimize(found.values, [term.int_var("tokens_left", 0)], *pins)
 
 
 def _around_boundaries(request: Request) -> Iterator[Request]:

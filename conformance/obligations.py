@@ -107,7 +107,7 @@ def _complete(tree: Tree, row: Row) -> Row:
 
 
 def _prove(tree: Tree, selection: Selection, on_progress: Callable[[str], None]) -> Iterator[Row]:
-    from conformance.generate import refutation
+    from conformance.generate import refutation, refutation_at_production_sizes
     from models.predict import LiftedTree
     from models.prove import prove
 
@@ -119,11 +119,11 @@ def _prove(tree: Tree, selection: Selection, on_progress: Callable[[str], None])
         theorems=selection.theorems,
         on_progress=lambda text: on_progress(f"{tree.target} {text}"),
     ):
-        found = None
+        found = at_scale = None
         if obligation.counterexample is not None:
-            found = refutation(
-                tree.target, obligation, obligation.counterexample, {tree.target: lifted}
-            )
+            trees = {tree.target: lifted}
+            found = refutation(tree.target, obligation, obligation.counterexample, trees)
+            at_scale = refutation_at_production_sizes(tree.target, obligation, trees)
         yield {
             "manager": MANAGER,
             "family": obligation.family,
@@ -135,6 +135,9 @@ def _prove(tree: Tree, selection: Selection, on_progress: Callable[[str], None])
             "seconds": round(obligation.seconds, 4),
             "assumptions": list(obligation.assumptions),
             "scenario": None if found is None else scenario.to_json(found),
+            "scenario_at_production_sizes": (
+                None if at_scale is None else scenario.to_json(at_scale)
+            ),
             "reason": obligation.reason,
         }
 

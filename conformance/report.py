@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -44,15 +44,21 @@ def show_unproved(console: Console, rows: Iterable[Row], replay_paths: dict[str,
         rows: Verdicts.
         replay_paths: Scenario file by scenario name.
     """
+    undecided: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         if row["verdict"] == "PROVED":
             continue
         family = where(row["family"], row["tags"])
         head = f"{row['verdict']} {row['target']} {family} {row['theorem']}"
         if row["scenario"] is None:
-            console.print(f"{head}: {row['reason']}", markup=False, soft_wrap=True)
+            key = row["verdict"], row["target"], str(row["reason"])
+            undecided.setdefault(key, []).append(f"{family} {row['theorem']}")
             continue
-        console.print(f"{head}: {counterexample_line(row)}", markup=False, soft_wrap=True)
+        line = counterexample_line(row["scenario"], row["target"])
+        console.print(f"{head}: {line}", markup=False, soft_wrap=True)
+        if row["scenario_at_production_sizes"] is not None:
+            line = counterexample_line(row["scenario_at_production_sizes"], row["target"])
+            console.print(f"  at production sizes: {line}", markup=False, soft_wrap=True)
         path = replay_paths.get(row["scenario"]["name"])
         if path is not None:
             console.print(
@@ -60,18 +66,23 @@ def show_unproved(console: Console, rows: Iterable[Row], replay_paths: dict[str,
             )
 
 
-def counterexample_line(row: Row) -> str:
-    """Return a counterexample's numbers in one line."""
-    found = row["scenario"]
-    geometry, last = found["geometry"], found["steps"][-1]
-    seen = found["predicted"][row["target"]]
+    for (verdict, target, reason), obligations in undecided.items():
+        which = obligations[0] if len(obligations) == 1 else f"{len(obligations)} obligations"
+        console.print(f"{verdict} {target} {which}: {reason}", markup=False, soft_wrap=True)
+
+
+def counterexample_line(scenario: Mapping[str, Any], target: str) -> str:
+    """Return the numbers of a scenario's last step on a target, in one line."""
+    geometry, last = scenario["geometry"], scenario["steps"][-1]
+    seen = scenario["predicted"][target]
     outcome = f"estimate {seen['estimate']}, drawn {seen['drawn']}, needed {last['expect']['need']}"
     if seen["raised"] is not None:
         outcome = f"raises {seen['raised']}"
     return (
         f"B {geometry['block_size']}, H {geometry['hash_block_size']}, "
         f"S {geometry['num_speculative_blocks']}, K {geometry['num_prefill_checkpoint_blocks']}, "
-        f"{last['total_computed_tokens']} tokens computed, then {last['num_tokens_main_model']}: "
+        f"{last['total_computed_tokens']:,} tokens computed, "
+        f"then {last['num_tokens_main_model']:,}: "
         f"{outcome}"
     )
 

@@ -1,0 +1,64 @@
+"""Write the table of theorems and verdicts into README.md from the committed verdicts.
+
+    python scripts/docs.py           rewrite the table
+    python scripts/docs.py --check   exit with 1 where it is not current
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from spec.theorems import THEOREMS
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+VERDICTS = ROOT / "generated_tests" / "scenarios" / "verdicts.json"
+BEGIN, END = "<!-- verdicts: written by scripts/docs.py -->", "<!-- end of verdicts -->"
+
+
+def table() -> str:
+    """Return the table as Markdown: a row per theorem, a column per target and kind of step."""
+    verdicts = json.loads(VERDICTS.read_text(encoding="utf-8"))["verdicts"]
+    targets = list(verdicts)
+    lines = ["| theorem | claim | " + " | ".join(targets) + " |", "|---|---|" + "---|" * len(targets)]
+    for slug, theorem in THEOREMS.items():
+        cells = [_cell(verdicts[target], slug) for target in targets]
+        lines.append(f"| `{slug}` | {theorem.sentence} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(by_family: dict[str, dict[str, str]], slug: str) -> str:
+    """One word where all kinds of step agree, else the kinds by verdict."""
+    found: dict[str, list[str]] = {}
+    for family, by_theorem in by_family.items():
+        found.setdefault(by_theorem[slug], []).append(family)
+    if len(found) == 1:
+        return next(iter(found))
+    rare = sorted(found.items(), key=lambda item: len(item[1]))
+    (verdict, families), (other, _) = rare[0], rare[-1]
+    if len(rare) == 2:
+        return f"**{verdict}** in {', '.join(families)}; else {other}"
+    return "; ".join(f"{verdict} in {', '.join(families)}" for verdict, families in rare)
+
+
+def updated(text: str) -> str:
+    """Return the README with the current table."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
+
+
+def main() -> int:
+    text = README.read_text(encoding="utf-8")
+    current = updated(text)
+    if "--check" in sys.argv[1:]:
+        if text != current:
+            print("README.md: the table of verdicts is not current; run scripts/docs.py")
+        return int(text != current)
+    README.write_text(current, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
