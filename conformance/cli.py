@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,6 +36,8 @@ MANAGERS = ("mamba-align",)
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 #: Columns of a table that goes into a pipe or a file.
 _PIPE_WIDTH = 160
+#: Clears the line of progress on a terminal and shows the cursor again.
+_END_PROGRESS = "\r\x1b[K\x1b[?25h"
 GENERATED_TESTS = PROJECT_ROOT / "generated_tests"
 
 
@@ -134,40 +138,55 @@ def gen_tests(targets: tuple[str, ...], out: Path, check: bool) -> int:
     from conformance import gen_tests as writing
     from conformance.obligations import Selection, settle
 
+    console = _console()
     with _cannot_run_on(writing.GenTestsError):
         if not check:
             trees = _resolved(targets or DEFAULT_TARGETS)
-            with _progress() as on_progress:
+            with _progress() as on_progress, _ctrl_c_ends_at_once():
                 files = writing.generate_files(trees, on_progress)
             changed = writing.write(files, out)
-            click.echo(f"{out}: {len(files)} files, {len(changed)} changed")
+            _print(console, f"{out}: {len(files)} files, {len(changed)} changed")
             return AS_EXPECTED
         differences = writing.check_rendering(out)
         trees = _resolved(targets or writing.committed_targets(out))
-        with _progress() as on_progress:
+        with _progress() as on_progress, _ctrl_c_ends_at_once():
             rows = [
                 row
                 for tree in trees
                 for row in settle(tree, Selection(), use_cache=False, on_progress=on_progress)
             ]
-        differences += writing.check_verdicts(out, rows)
+            differences += writing.check_verdicts(out, rows)
+            differences += writing.check_scenarios(out, trees, rows)
     for difference in differences:
-        click.echo(f"{difference.what}; run `capproof gen-tests`")
+        _print(console, f"{difference.what}; run `capproof gen-tests`")
     if not differences:
-        click.echo(f"{out}: current, and {len(rows)} verdicts are the committed ones")
+        _print(console, f"{out}: current, and {len(rows)} verdicts are the committed ones")
     return NOT_AS_EXPECTED if differences else AS_EXPECTED
 
 
-@cli.command(context_settings={"ignore_unknown_options": True})
+@cli.command()
 @_targets_option
 @_tier_option
+@click.option(
+    "--tests",
+    "tests_dir",
+    type=click.Path(path_type=Path),
+    default=GENERATED_TESTS,
+    help="Folder that gen-tests wrote. Default: the project's.",
+)
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
 @click.argument("pytest_args", nargs=-1, type=click.UNPROCESSED)
-def conform(targets: tuple[str, ...], tier: str, device: str, pytest_args: tuple[str, ...]) -> int:
+def conform(
+    targets: tuple[str, ...],
+    tier: str,
+    tests_dir: Path,
+    device: str,
+    pytest_args: tuple[str, ...],
+) -> int:
     """Run the generated tests on the real managers; what follows -- goes to pytest."""
     from conformance.conform import run
 
-    return run(targets or DEFAULT_TARGETS, tier, pytest_args, GENERATED_TESTS, device=device)
+    return run(targets or DEFAULT_TARGETS, tier, pytest_args, tests_dir, device=device)
 
 
 @cli.command()
@@ -182,18 +201,22 @@ def replay(scenario_file: Path, targets: tuple[str, ...], tier: str) -> int:
 
     scenarios = load(scenario_file)
     predicted = dict.fromkeys(target for scenario in scenarios for target in _shows_on(scenario))
+    if not scenarios:
+        raise CannotRun(f"{scenario_file}: holds no scenario; name a file that does")
     console = _console()
-    worst = AS_EXPECTED
+    worst, not_run = AS_EXPECTED, []
     for tree in _resolved(targets or tuple(predicted) or DEFAULT_TARGETS):
         results = replay_in(tree.root, tier, scenarios, target=tree.target)
         for scenario, result in zip(scenarios, results, strict=True):
             show_replay(console, scenario, result, tier)
             if result.outcome is Outcome.COULD_NOT_RUN:
-                worst = COULD_NOT_RUN
+                not_run.append(f"{tree.target}: {result.detail}")
             elif result.outcome is Outcome.DISAGREES or (
                 result.outcome is Outcome.NOT_PREDICTED and result.theorem_holds is False
             ):
-                worst = max(worst, NOT_AS_EXPECTED)
+                worst = NOT_AS_EXPECTED
+    if not_run:
+        raise CannotRun(f"{len(not_run)} replays could not be run, the first on {not_run[0]}")
     return worst
 
 
@@ -224,7 +247,10 @@ def explain(slug: str) -> int:
 
     text = explanation(slug)
     if text is None:
-        raise CannotRun(f"unknown theorem, family or assumption {slug!r}; theorems: {_names()}")
+        raise CannotRun(
+            f"unknown theorem, family or assumption {slug!r}; theorems: {_names()}; "
+            f"families: {', '.join(FAMILIES)}"
+        )
     click.echo(text)
     return AS_EXPECTED
 
@@ -239,26 +265,38 @@ def run(arguments: Sequence[str] | None = None) -> int:
     from conformance.scenario import ScenarioError
     from models.loader import CoreError
 
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return int(cli.main(args=arguments, standalone_mode=False, prog_name="capproof") or 0)
+        # Not `cli.main`, which has its own way with Ctrl-C and closed pipes.
+        with cli.make_context("capproof", given) as context:
+            return int(cli.invoke(context) or 0)
     except click.exceptions.Exit as error:
         return error.exit_code
-    except click.exceptions.Abort:
+    except (click.exceptions.Abort, KeyboardInterrupt):
         return _stopped()
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "capproof"
+        return _fail(f"{error.format_message()} See `{command} --help`.")
     except click.ClickException as error:
         return _fail(error.format_message())
     except (CannotRun, TargetError, ScenarioError, CoreError) as error:
         return _fail(str(error))
-    except KeyboardInterrupt:
-        return _stopped()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return AS_EXPECTED
+    except OSError as error:
+        return _fail(f"{error.filename or 'output'}: {error.strerror or error}")
 
 
 def _fail(reason: str) -> int:
     click.echo(f"capproof: {' '.join(reason.split())}", err=True)
     return COULD_NOT_RUN
+
+
+def _drop_output() -> None:
+    """Nobody reads what is written from here on, which is no failure."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _stopped() -> int:
@@ -303,26 +341,39 @@ def _check_writable(file: Path | None) -> None:
     """Refuse an output file before any time is spent on what goes into it."""
     if file is None:
         return
-    if file.is_dir():
-        raise CannotRun(f"--json {file}: a folder is there; name a file")
-    if not file.parent.is_dir():
-        raise CannotRun(f"--json {file}: {file.parent} is no folder")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise CannotRun(f"--json {file}: cannot be written")
+    try:
+        if file.is_dir():
+            raise CannotRun(f"--json {file}: a folder is there; name a file")
+        if not file.parent.is_dir():
+            raise CannotRun(f"--json {file}: {file.parent} is no folder; make it, or name another")
+        is_new = not file.exists()
+    except OSError as error:
+        raise CannotRun(f"--json {file}: {error.strerror}; name another file") from None
+    if not os.access(file.parent if is_new else file, os.W_OK):
+        raise CannotRun(f"--json {file}: cannot be written; name another file")
 
 
 def _write(file: Path, text: str) -> None:
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    """Write a file that readers see whole or not at all, unless a pipe or device stands there."""
+    file = file.resolve()
+    temporary = file.with_name(f".{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, file)
+        if file.exists() and not file.is_file():
+            file.write_text(text, encoding="utf-8")
+            return
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, file)
+        finally:
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise CannotRun(f"{file}: cannot be written: {error.strerror}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _resolved(targets: Sequence[str]) -> list[Tree]:
+    for target in targets:
+        if not target.strip().isprintable():
+            raise CannotRun(f"target {target!r}: holds an unprintable character; rename the folder")
     return [resolve(target) for target in dict.fromkeys(target.strip() for target in targets)]
 
 
@@ -343,9 +394,42 @@ def _settle_all(
                 zip(missing, _in_parallel(missing, selection, use_cache, jobs), strict=True)
             )
         else:
-            for tree in missing:
-                found[tree] = settle(tree, selection, use_cache=use_cache, on_progress=on_progress)
+            with _ctrl_c_ends_at_once():
+                for tree in missing:
+                    found[tree] = settle(
+                        tree, selection, use_cache=use_cache, on_progress=on_progress
+                    )
     return [row for rows in found.values() for row in rows or ()]
+
+
+@contextmanager
+def _ctrl_c_ends_at_once() -> Iterator[None]:
+    """End the process on Ctrl-C, even in the middle of a question to the solver.
+
+    z3 has a handler of its own, which turns Ctrl-C into the answer UNKNOWN, and an exception of
+    Python's can get lost between its calls. So a thread waits for the signal, and nobody else.
+    """
+    others = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    is_over = threading.Event()
+
+    def wait() -> None:
+        signal.sigwait({signal.SIGINT})
+        if not is_over.is_set():
+            if sys.stderr.isatty():
+                sys.stderr.write(_END_PROGRESS)
+            os._exit(_stopped())
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        waiting.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        if waiting.ident is not None:
+            signal.pthread_kill(waiting.ident, signal.SIGINT)
+            waiting.join()
+        signal.pthread_sigmask(signal.SIG_SETMASK, others)
 
 
 def _in_parallel(
@@ -355,16 +439,24 @@ def _in_parallel(
 
     from conformance.obligations import settle
 
-    work = (joblib.delayed(settle)(tree, selection, use_cache=use_cache) for tree in trees)
-    found: list[list[dict[str, Any]]] = joblib.Parallel(n_jobs=min(jobs, len(trees)))(work)
-    return found
+    work = [joblib.delayed(settle)(tree, selection, use_cache=use_cache) for tree in trees]
+    # Workers inherit this, so that Ctrl-C ends this process in one line, and it ends them.
+    ours = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        parallel = joblib.Parallel(
+            n_jobs=min(jobs, len(trees)), return_as="generator", pre_dispatch="all"
+        )
+        found = parallel(work)
+    finally:
+        signal.signal(signal.SIGINT, ours)
+    return list(found)
 
 
 def _crosschecked(rows: Sequence[dict[str, Any]], trees: Sequence[Tree]) -> list[dict[str, Any]]:
     from conformance.crosscheck import crosscheck
     from models.second_solver import SecondSolverMissing
 
-    with _cannot_run_on(SecondSolverMissing):
+    with _cannot_run_on(SecondSolverMissing), _ctrl_c_ends_at_once():
         return [
             row
             for tree in trees
@@ -404,8 +496,12 @@ def _expecting(
     ]
 
 
-def _keep_scenarios(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Write counterexamples where `replay` can read them; committed ones are named as they are."""
+def _keep_scenarios(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], str]:
+    """Write counterexamples where `replay` can read them; committed ones are named as they are.
+
+    Returns:
+        The file by target and scenario name.
+    """
     from conformance.scenario import dump, loads
 
     paths = {}
@@ -413,24 +509,50 @@ def _keep_scenarios(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
         if row["scenario"] is None:
             continue
         name = row["scenario"]["name"]
-        committed = GENERATED_TESTS / "scenarios" / "refutations" / f"{name}.json"
-        file = cache_root() / "scenarios" / f"{name}.json"
-        if committed.is_file():
-            file = committed
-        else:
+        (found,) = loads(json.dumps(row["scenario"]), name=name)
+        file = GENERATED_TESTS / "scenarios" / "refutations" / f"{name}.json"
+        if not _holds(file, found):
+            file = cache_root() / "scenarios" / f"{name}.json"
             try:
                 file.parent.mkdir(parents=True, exist_ok=True)
-                dump(loads(json.dumps(row["scenario"]), name=name), file)
+                dump(found, file)
             except OSError:
                 continue  # --json holds the scenario all the same
-        paths[name] = os.path.relpath(file) if file.is_relative_to(Path.cwd()) else str(file)
+        is_near = file.is_relative_to(Path.cwd())
+        paths[row["target"], name] = os.path.relpath(file) if is_near else str(file)
     return paths
 
 
+def _holds(file: Path, scenario: Any) -> bool:
+    """Whether a committed file takes the same steps as a scenario, and predicts the same for it."""
+    from conformance.scenario import ScenarioError, load
+
+    try:
+        (committed,) = load(file)
+    except (ScenarioError, ValueError):
+        return False
+    return bool(
+        (committed.geometry, committed.steps) == (scenario.geometry, scenario.steps)
+        and scenario.predicted.items() <= (committed.predicted or {}).items()
+    )
+
+
+def _print(console: Any, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
 def _console() -> Any:
+    """A console whose reader may leave: what follows is dropped, and the exit status stays."""
     from rich.console import Console
 
-    return Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
+    class Output(Console):
+        def on_broken_pipe(self) -> None:
+            self.quiet = True
+            _drop_output()
+
+    if sys.stdout is not None and sys.stdout.isatty():
+        return Output(emoji=False)
+    return Output(emoji=False, width=_PIPE_WIDTH, force_terminal=False)
 
 
 @contextmanager
@@ -447,13 +569,14 @@ def _cannot_run_on(*errors: type[Exception]) -> Iterator[None]:
 def _progress() -> Iterator[Callable[[str], None]]:
     """What is being worked on: one line that is rewritten on a terminal, nothing in a pipe."""
     from rich.console import Console
+    from rich.text import Text
 
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda text: None
         return
     with console.status("starting") as status:
-        yield lambda text: status.update(text, spinner="dots")
+        yield lambda text: status.update(Text(text))
 
 
 def _version_key(target: str) -> tuple[int, ...]:

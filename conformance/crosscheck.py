@@ -50,7 +50,7 @@ class _Checker:
         (found,) = replay_in(self._tree.root, "core", scenarios, target=row["target"])
         if found.outcome is Outcome.COULD_NOT_RUN:
             return UNDECIDED
-        is_shown = found.outcome is Outcome.REPRODUCED and found.theorem_holds is False
+        is_shown = found.outcome is Outcome.REPRODUCED and row["theorem"] in found.violated
         return AGREES if is_shown else DISAGREES
 
     def _with_second_solver(self, row: Row) -> str:

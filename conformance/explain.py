@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from spec.assumptions import ASSUMPTIONS, Assumption
+from spec.assumptions import ASSUMPTIONS, OF_SOME_RELEASES, Assumption
 from spec.families import FAMILIES, Family
 from spec.theorems import OBLIGATIONS, THEOREMS, Theorem
+
+_ALL_ASSUMPTIONS = (*ASSUMPTIONS, *OF_SOME_RELEASES)
 
 
 def explanation(slug: str) -> str | None:
@@ -13,7 +15,11 @@ def explanation(slug: str) -> str | None:
         return _theorem(THEOREMS[slug])
     if slug in FAMILIES:
         return _family(FAMILIES[slug])
-    return next((_assumption(a) for a in ASSUMPTIONS if a.slug == slug), None)
+    if slug == "family":
+        return (
+            "family: The step belongs to the family of its obligation.\n\nA definition, not a rule."
+        )
+    return next((_assumption(a) for a in _ALL_ASSUMPTIONS if a.slug == slug), None)
 
 
 def _theorem(theorem: Theorem) -> str:
@@ -33,7 +39,7 @@ def _theorem(theorem: Theorem) -> str:
             f"Source: {theorem.source}.",
             "",
             "Assumptions:",
-            *(f"  {a.slug}: {a.sentence}" for a in ASSUMPTIONS),
+            *(f"  {a.slug}: {a.sentence}" for a in _ALL_ASSUMPTIONS),
         )
     )
 

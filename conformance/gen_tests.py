@@ -6,18 +6,22 @@ with a test file per family, and a `conftest.py`. Files that are not ours are ne
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from conformance import cases, generate, render
 from conformance.expectations import where
 from conformance.obligations import Row, Selection, settle
-from conformance.scenario import Scenario, dumps, load, loads
+from conformance.scenario import Scenario, ScenarioError, dumps, load, loads
 from conformance.targets import Tree
 from models.predict import LiftedTree
 from models.smt import SOLVER_VERSION
+from spec.families import FAMILIES
 
 SCENARIOS = Path("scenarios")
 REFUTATIONS = SCENARIOS / "refutations"
@@ -51,11 +55,7 @@ def generate_files(
     rows = {tree.target: settle(tree, Selection(), on_progress=on_progress) for tree in trees}
     requests = generate.paths_and_edges(lifted, on_progress)
     requests.update(generate.cases(cases.known_cases()))
-    refuted = [
-        scenario
-        for target, found in rows.items()
-        for scenario in _refutations(target, found, lifted)
-    ]
+    refuted = _all_refutations(itertools.chain(*rows.values()), lifted)
     requests.update({generate.request_in(scenario): scenario.source for scenario in refuted})
     by_family = generate.collect(requests, lifted)
     verdicts = {target: _by_family(found) for target, found in rows.items()}
@@ -86,9 +86,9 @@ def write(files: Mapping[Path, str], out: Path) -> list[Path]:
     try:
         out.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
-            if not (out / path).is_file() or (out / path).read_text(encoding="utf-8") != text:
+            if _text(out / path) != text:
                 (out / path).parent.mkdir(parents=True, exist_ok=True)
-                (out / path).write_text(text, encoding="utf-8")
+                _replace(out / path, text)
                 changed.append(path)
         for path in _generated_in(out):
             if path not in files:
@@ -101,6 +101,52 @@ def write(files: Mapping[Path, str], out: Path) -> list[Path]:
     return changed
 
 
+def check_scenarios(out: Path, trees: Sequence[Tree], rows: Iterable[Row]) -> list[Difference]:
+    """Return where a committed scenario is not what models and lifted code say now.
+
+    Counterexamples must be the ones that were found again; the steps of the other scenarios are
+    taken as they are, and everything else in them is made anew. What is predicted for targets
+    beside ``trees`` is left alone.
+
+    Raises:
+        GenTestsError: There are no scenarios, or a file of theirs cannot be read.
+        ScenarioError: A scenario file is not one.
+        NotUnderstood: The lifter does not understand a tree.
+    """
+    lifted = {tree.target: LiftedTree(tree.root) for tree in trees}
+    committed = _committed(out)["verdicts"]
+    others = [target for target in committed if target not in lifted]
+    found = [
+        Difference(f"{SCENARIOS / family}.json: {scenario.name} is not what is predicted now")
+        for family, group in _committed_scenarios(out).items()
+        for scenario in group
+        if not _is_same(scenario, generate.with_predictions(scenario, lifted), others)
+    ]
+    refuted = _all_refutations(rows, lifted)
+    expected = {REFUTATIONS / f"{scenario.name}.json": scenario for scenario in refuted}
+    for path, scenario in expected.items():
+        if not (out / path).is_file():
+            found.append(Difference(f"{path} is missing"))
+        elif not all(_is_same(one, scenario, others) for one in load(out / path)):
+            found.append(Difference(f"{path} is not the counterexample that was found again"))
+    if not others:
+        found += [
+            Difference(f"{path} is the counterexample of no refuted theorem")
+            for path in _generated_in(out)
+            if path.parent == REFUTATIONS and path not in expected
+        ]
+    return found
+
+
+def _is_same(committed: Scenario, made: Scenario, others: Sequence[str]) -> bool:
+    """Whether two scenarios are equal, but for what is predicted for other targets."""
+    if not others:
+        return committed == made
+    predicted = {t: p for t, p in (committed.predicted or {}).items() if t not in others}
+    # The pool is large enough for all targets, so its size depends on them.
+    return replace(committed, predicted=predicted, num_gpu_blocks=made.num_gpu_blocks) == made
+
+
 def check_rendering(out: Path) -> list[Difference]:
     """Render the committed scenarios again and return what differs from the committed files.
 
@@ -108,20 +154,14 @@ def check_rendering(out: Path) -> list[Difference]:
         GenTestsError: There are no scenarios, or a file of theirs cannot be read.
         ScenarioError: A scenario file is not one.
     """
-    by_family = {
-        file.stem: load(file)
-        for file in sorted((out / SCENARIOS).glob("*.json"))
-        if file.name != VERDICTS.name
-    }
-    if not by_family:
-        raise GenTestsError(f"{out / SCENARIOS}: no scenarios here; run `capproof gen-tests` first")
+    by_family = _committed_scenarios(out)
     content = _committed(out)
     solver = content["solver"].removeprefix("z3 ")
     rendered = _rendered(by_family, content["verdicts"], solver)
     stale = [
         Difference(f"{path} differs from what its scenarios render to")
         for path, text in rendered.items()
-        if not (out / path).is_file() or (out / path).read_text(encoding="utf-8") != text
+        if _text(out / path) != text
     ]
     extra = [
         Difference(f"{path} is rendered from no scenario")
@@ -131,21 +171,36 @@ def check_rendering(out: Path) -> list[Difference]:
     return stale + extra
 
 
+def _committed_scenarios(out: Path) -> dict[str, list[Scenario]]:
+    files = [out / SCENARIOS / f"{family}.json" for family in FAMILIES]
+    by_family = {file.stem: load(file) for file in sorted(files) if file.is_file()}
+    if not by_family:
+        raise GenTestsError(f"{out / SCENARIOS}: no scenarios here; run `capproof gen-tests` first")
+    return by_family
+
+
 def check_verdicts(out: Path, rows: Iterable[Row]) -> list[Difference]:
     """Return where solving again gave another verdict than the committed one."""
-    committed = _committed(out)["verdicts"]
-    found = []
+    by_target: dict[str, list[Row]] = {}
     for row in rows:
-        family = where(row["family"], row["tags"])
-        before = committed.get(row["target"], {}).get(family, {}).get(row["theorem"])
-        if before != row["verdict"]:
-            found.append(
-                Difference(
-                    f"{row['target']} {family} {row['theorem']}: "
-                    f"committed {before}, solved again {row['verdict']}"
-                )
-            )
-    return found
+        by_target.setdefault(row["target"], []).append(row)
+    solved = {target: _by_family(found) for target, found in by_target.items()}
+    committed = _committed(out)["verdicts"]
+    return [
+        Difference(f"{target} {family} {theorem}: committed {before}, solved again {now}")
+        for target in solved
+        for family, theorem, before, now in _changes(committed.get(target, {}), solved[target])
+        if before != now
+    ]
+
+
+def _changes(
+    before: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]
+) -> Iterable[tuple[str, str, str | None, str | None]]:
+    for family in dict.fromkeys((*now, *before)):
+        then, since = before.get(family, {}), now.get(family, {})
+        for theorem in dict.fromkeys((*since, *then)):
+            yield family, theorem, then.get(theorem), since.get(theorem)
 
 
 def committed_targets(out: Path) -> list[str]:
@@ -157,25 +212,39 @@ def committed_targets(out: Path) -> list[str]:
     return list(_committed(out)["verdicts"])
 
 
-def _committed(out: Path) -> dict[str, Verdicts]:
+def _committed(out: Path) -> dict[str, Any]:
     try:
         content = json.loads((out / VERDICTS).read_text(encoding="utf-8"))
-        return {"solver": content["solver"], "verdicts": content["verdicts"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        solver, verdicts = content["solver"], content["verdicts"]
+        _check_shape(solver, verdicts)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise GenTestsError(
             f"{out / VERDICTS}: not the verdicts of a gen-tests run ({type(error).__name__}); "
             "run `capproof gen-tests` again"
         ) from None
+    return {"solver": solver, "verdicts": verdicts}
 
 
-def _refutations(
-    target: str, rows: Iterable[Row], lifted: Mapping[str, LiftedTree]
-) -> Iterable[Scenario]:
+def _check_shape(solver: str, verdicts: Verdicts) -> None:
+    """Raise unless these are the mappings they should be, of texts that stay on their line."""
+    texts = [solver, *verdicts]
+    for by_family in verdicts.values():
+        for family, by_theorem in by_family.items():
+            texts += [family, *by_theorem, *by_theorem.values()]
+    if not all(isinstance(text, str) and text.isprintable() for text in texts):
+        raise ValueError("a line break, or no text")
+
+
+def _all_refutations(rows: Iterable[Row], lifted: Mapping[str, LiftedTree]) -> list[Scenario]:
+    """Return the counterexamples of rows, with what every target is predicted to do."""
+    found = []
     for row in rows:
-        for scenario in (row["scenario"], row["scenario_at_production_sizes"]):
-            if scenario is not None:
-                (found,) = loads(json.dumps(scenario), name=f"counterexample in {target}")
-                yield generate.with_predictions(found, lifted)
+        for column in ("scenario", "scenario_at_production_sizes"):
+            if row[column] is not None:
+                name = f"counterexample in {row['target']}"
+                (scenario,) = loads(json.dumps(row[column]), name=name)
+                found.append(generate.with_predictions(scenario, lifted))
+    return found
 
 
 def _rendered(
@@ -188,9 +257,12 @@ def _rendered(
 def _by_family(rows: Iterable[Row]) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for row in rows:
-        family = where(row["family"], row["tags"])
-        found.setdefault(family, {})[row["theorem"]] = row["verdict"]
+        found.setdefault(_where(row), {})[row["theorem"]] = row["verdict"]
     return found
+
+
+def _where(row: Row) -> str:
+    return where(row["family"], row["tags"])
 
 
 def _generated_in(out: Path) -> list[Path]:
@@ -200,10 +272,36 @@ def _generated_in(out: Path) -> list[Path]:
 
 
 def _is_ours(path: Path, out: Path) -> bool:
-    """Python files carry our first line; scenario files are ours by what they hold."""
-    if not path.is_file():
+    """Whether a file was generated: Python by its first line, scenarios by what they hold."""
+    text = _text(path)
+    if text is None:
         return False
-    text = path.read_text(encoding="utf-8", errors="replace")
     if path.suffix == ".py":
         return text.startswith(render.MARKER)
-    return '"schema": 1' in text
+    if path == out / VERDICTS:
+        return '"verdicts"' in text
+    try:
+        scenarios = loads(text, name=str(path))
+    except ScenarioError:
+        return False
+    if path.parent == out / REFUTATIONS:
+        return [scenario.name for scenario in scenarios] == [path.stem]
+    return path.stem in FAMILIES and {scenario.family for scenario in scenarios} == {path.stem}
+
+
+def _text(path: Path) -> str | None:
+    """A file's text, None where there is no such file or it is no text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file: a reader sees the old one or the new one, never half of one."""
+    temporary = path.with_name(f".{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

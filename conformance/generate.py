@@ -7,19 +7,22 @@ lifted code.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from conformance.cases import Case
-from conformance.scenario import Expect, Prediction, Scenario, ScenarioStep
+from conformance.scenario import MAX_SLUG_LENGTH, Expect, Prediction, Scenario, ScenarioStep
 from models import intended, smt, term
 from models.evaluate import Evaluator
 from models.lift import Exploration, PathSummary
 from models.predict import LiftedTree, after, obligation_of, violated
 from models.prove import MANAGER, Counterexample, Obligation, Prover, in_numbers
 from spec.families import reserves_checkpoint, tags_of
+from spec.logic import negation
 from spec.theorems import THEOREMS
 from spec.vocabulary import Call, Geometry, Situation, Step
 
@@ -36,7 +39,24 @@ PRODUCTION_SIZES = {
 #: Blocks in a scenario's pool beyond what estimate and steps can take.
 SPARE_BLOCKS = 8
 #: What a canonical scenario makes least, the first one first.
-_ORDER = ("prefill_end", "num_computed_tokens", "num_tokens_main_model", "num_tokens")
+_ORDER = (
+    "num_prefill_checkpoint_blocks",
+    "num_speculative_blocks",
+    "prefill_end",
+    "num_computed_tokens",
+    "num_tokens_main_model",
+    "num_tokens",
+)
+#: The same for a scenario that no size is given for.
+_SIZES_FIRST = ("block_size", "hash_block_size", "prefill_checkpoint_alignment", *_ORDER)
+#: The same for the longest prompt.
+_LONGEST = (
+    "num_prefill_checkpoint_blocks",
+    "num_speculative_blocks",
+    "tokens_left",
+    "prefill_end",
+    "num_computed_tokens",
+)
 
 
 @dataclass(frozen=True)
@@ -175,15 +195,46 @@ def refutation(
     counterexample: Counterexample,
     trees: Mapping[str, LiftedTree],
 ) -> Scenario:
-    """Return a counterexample as a scenario that names the theorem it refutes."""
+    """Return a counterexample as a scenario that names the theorem it refutes.
+
+    Where the state that the counterexample starts from has more to it than two chunks bring about,
+    such as a checkpoint left pending, the least one that they do bring about is taken instead.
+    """
     where = "-".join((obligation.family, *obligation.tags))
-    return scenario_of(
-        request_of(counterexample.situation),
-        trees=trees,
-        source=f"least counterexample of {obligation.theorem} in {where} for {target}",
-        name=_slug(f"{obligation.theorem}-{where}-{target}"),
-        theorem=obligation.theorem,
-    )
+
+    def scenario(situation: Situation) -> Scenario:
+        return scenario_of(
+            request_of(situation),
+            trees=trees,
+            source=f"least counterexample of {obligation.theorem} in {where} for {target}",
+            name=_name(f"{obligation.theorem}-{where}", target),
+            theorem=obligation.theorem,
+        )
+
+    found = scenario(counterexample.situation)
+    if not _shows(found, target):
+        reachable = _least_reachable(obligation, trees[target])
+        if reachable is not None:
+            return scenario(reachable)
+    return found
+
+
+def _shows(scenario: Scenario, target: str) -> bool:
+    prediction = (scenario.predicted or {}).get(target)
+    return prediction is not None and scenario.theorem in prediction.violates
+
+
+def _least_reachable(obligation: Obligation, tree: LiftedTree) -> Situation | None:
+    for eagle in (False, True):
+        exploration = tree.exploration(obligation.family, obligation.tags, eagle=eagle)
+        violation = Prover(exploration).violation(THEOREMS[obligation.theorem])
+        question = smt.Question()
+        question.add(*exploration.assumptions.values(), violation, _is_reached(exploration))
+        found = question.ask()
+        if found.answer is smt.Answer.SAT:
+            values = question.minimize(found.values, _variables(_SIZES_FIRST))
+            return in_numbers(exploration.situation, Evaluator(values))
+    return None
 
 
 def refutation_at_production_sizes(
@@ -199,18 +250,17 @@ def refutation_at_production_sizes(
         question = smt.Question()
         question.add(*exploration.assumptions.values(), Prover(exploration).violation(theorem))
         question.add(*_of_sizes(exploration, PRODUCTION_SIZES), *_within_limit())
+        question.add(_is_reached(exploration))
         found = question.ask()
         if found.answer is smt.Answer.SAT:
-            order = ("num_speculative_blocks", "tokens_left", "prefill_end", "num_computed_tokens")
-            declared = [term.int_var(*_declared(name)) for name in order if _is_declared(name)]
-            values = question.minimize(found.values, declared)
+            values = question.minimize(found.values, _variables(_LONGEST))
             where = "-".join((obligation.family, *obligation.tags))
             return scenario_of(
                 _request(exploration, values),
                 trees=trees,
                 source=f"longest prompt that breaks {obligation.theorem} in {where} for {target} "
                 "at production sizes",
-                name=_slug(f"{obligation.theorem}-{where}-{target}-at-production-sizes"),
+                name=_name(f"{obligation.theorem}-{where}-at-production-sizes", target),
                 theorem=obligation.theorem,
             )
     return None
@@ -241,8 +291,16 @@ def with_predictions(scenario: Scenario, trees: Mapping[str, LiftedTree]) -> Sce
     )
 
 
-def _slug(text: str) -> str:
-    return "-".join(filter(None, "".join(c if c.isalnum() else "-" for c in text).split("-")))
+def _name(what: str, target: str) -> str:
+    """Lower-case letters, digits and single hyphens, no longer than a name may be.
+
+    Releases differ in these; of other targets, which may not, a digest keeps them apart.
+    """
+    slug = re.sub("[^a-z0-9]+", "-", f"{what}-{target}".lower()).strip("-")
+    if target.startswith("vllm=="):
+        return slug
+    digest = hashlib.sha256(target.encode()).hexdigest()[:8]
+    return f"{slug[: MAX_SLUG_LENGTH - 9].strip('-')}-{digest}"
 
 
 def paths_and_edges(
@@ -264,28 +322,46 @@ def paths_and_edges(
 def _of_path(
     exploration: Exploration, path: PathSummary, *, with_edges: bool
 ) -> Iterator[tuple[Request, str]]:
+    on_path = (*exploration.assumptions.values(), path.condition, _is_reached(exploration))
     question = smt.Question()
-    sizes = _of_sizes(exploration, EDGE_SIZES)
-    question.add(*exploration.assumptions.values(), path.condition, *sizes)
+    question.add(*on_path, *_of_sizes(exploration, EDGE_SIZES))
     least = question.ask()
-    if least.answer is not smt.Answer.SAT:
+    is_ordinary = least.answer is smt.Answer.SAT
+    if not is_ordinary:
         question = smt.Question()
-        question.add(*exploration.assumptions.values(), path.condition)
+        question.add(*on_path)
         least = question.ask()
-        with_edges = False
     if least.answer is not smt.Answer.SAT:
         return
-    order = [term.int_var(*_declared(name)) for name in _ORDER if _is_declared(name)]
-    values = question.minimize(least.values, order)
+    names = _ORDER if is_ordinary else _SIZES_FIRST
+    values = question.minimize(least.values, _variables(names))
     request = _request(exploration, values)
     yield request, "least tokens"
-    if not with_edges:
+    if not (with_edges and is_ordinary) or values.get("has_checkpoint_before"):
         return
     greatest = _greatest(question, values, request)
     if greatest is not None:
         yield _request(exploration, greatest), "greatest tokens"
     for edge in _around_boundaries(request):
         yield edge, "block or hash boundary near the least tokens"
+
+
+def _is_reached(exploration: Exploration) -> Any:
+    """A first chunk up to the computed tokens leaves the state, pending checkpoint included."""
+    situation = exploration.situation
+    computed = situation.call.total_computed_tokens
+    if isinstance(computed, int):
+        return True
+    call = replace(
+        situation.call,
+        num_tokens=computed,
+        num_tokens_main_model=computed,
+        total_computed_tokens=0,
+        num_local_computed_tokens=0,
+    )
+    kept = reserves_checkpoint(replace(situation, call=call, table_length=0))
+    pending = term.bool_var("has_checkpoint_before")
+    return (pending & kept) | (negation(pending) & negation(kept))
 
 
 def _of_sizes(exploration: Exploration, sizes: Mapping[str, int]) -> Iterator[Any]:
@@ -312,7 +388,7 @@ def _greatest(
     found = question.ask(*pins)
     if found.answer is not smt.Answer.SAT:
         return None
-    return question.minimize(found.values, [term.int_var("tokens_left", 0)], *pins)
+    return question.minimize(found.values, _variables(_LONGEST), *pins)
 
 
 def _around_boundaries(request: Request) -> Iterator[Request]:
@@ -323,11 +399,16 @@ def _around_boundaries(request: Request) -> Iterator[Request]:
         boundary = -(-end // unit) * unit
         for near in (boundary - 1, boundary, boundary + 1):
             if near > start:
-                yield replace(request, chunks=(*request.chunks[:-1], near), prefill_length=0)
+                length = near if request.is_sparse else 0
+                yield replace(request, chunks=(*request.chunks[:-1], near), prefill_length=length)
 
 
 def _request(exploration: Exploration, values: Mapping[str, Any]) -> Request:
     return request_of(in_numbers(exploration.situation, Evaluator(values)))
+
+
+def _variables(names: Iterable[str]) -> list[term.IntLike]:
+    return [term.int_var(*_declared(name)) for name in names if _is_declared(name)]
 
 
 def _is_declared(name: str) -> bool:

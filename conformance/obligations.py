@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import json
 import platform
+import shutil
+import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +19,10 @@ import diskcache
 import models
 import spec
 from conformance import scenario
-from conformance.expectations import expected, where
-from conformance.targets import Tree, cache_root
-from models.loader import CORE_MODULES
+from conformance.bindings import OWN_METHODS
+from conformance.expectations import EXPECTABLE, expected, where
+from conformance.targets import CORE_FILE, Tree, cache_root
+from models.loader import CORE_MODULES, CoreError
 from spec.assumptions import CHECKPOINT_BLOCKS, SPECULATIVE_BLOCKS
 from spec.theorems import OBLIGATIONS, THEOREMS
 
@@ -61,21 +67,26 @@ def settle(
     Raises:
         CoreError: The tree cannot be loaded, or lacks a symbol that a step needs.
     """
+    _check_own_methods(tree)
     rows = list(_prove(tree, selection, on_progress))
     if use_cache:
-        _Store(tree.root).write(rows)
+        _Store(tree).write(rows)
     return [_complete(tree, row) for row in rows]
 
 
 def settled_before(tree: Tree, selection: Selection) -> list[Row] | None:
     """Return the rows of an earlier run, None unless all are there and nothing has changed."""
-    rows = _Store(tree.root).read(selection)
+    rows = _Store(tree).read(selection)
     return None if rows is None else [_complete(tree, row) for row in rows]
 
 
 def is_as_expected(row: Row) -> bool:
-    """Whether a row's verdict is the expected one; a target without expectations expects PROVED."""
-    return bool(row["verdict"] == (row["expected"] or "PROVED"))
+    """Whether a row's verdict is the expected one; a target without expectations expects PROVED.
+
+    What cannot be expected is never as expected, even where another target comes to the same.
+    """
+    verdict = row["verdict"]
+    return verdict in EXPECTABLE and bool(verdict == (row["expected"] or "PROVED"))
 
 
 def document(rows: Sequence[Row]) -> dict[str, Any]:
@@ -92,8 +103,6 @@ def document(rows: Sequence[Row]) -> dict[str, Any]:
 
 def project_version() -> str:
     """Return the version of the installed distribution."""
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
         return version("capproof")
     except PackageNotFoundError:
@@ -104,6 +113,21 @@ def _complete(tree: Tree, row: Row) -> Row:
     family = where(row["family"], row["tags"])
     wanted = expected(tree.target, MANAGER, family, row["theorem"])
     return {"target": tree.target, **row, "expected": wanted}
+
+
+def _check_own_methods(tree: Tree) -> None:
+    """Refuse a tree whose manager inherits what it is judged for: that counts by another rule."""
+    file = tree.root / CORE_FILE
+    try:
+        content = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return  # loading it says what is wrong
+    for node in content.body:
+        if isinstance(node, ast.ClassDef) and node.name in OWN_METHODS:
+            own = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+            for method in OWN_METHODS[node.name]:
+                if method not in own:
+                    raise CoreError(f"{file}: no {node.name}.{method} here (renamed?)")
 
 
 def _prove(tree: Tree, selection: Selection, on_progress: Callable[[str], None]) -> Iterator[Row]:
@@ -143,10 +167,13 @@ def _prove(tree: Tree, selection: Selection, on_progress: Callable[[str], None])
 
 
 class _Store:
-    """Rows of earlier runs, by all that they depend on: the core's text, ours, the solver."""
+    """Rows of earlier runs, by all that they depend on: target, the core's text, ours, the solver.
 
-    def __init__(self, root: Path) -> None:
-        self._fingerprint = _fingerprint(root)
+    Rows name their target and hold its scenario, so two targets with the same text share none.
+    """
+
+    def __init__(self, tree: Tree) -> None:
+        self._fingerprint = _fingerprint(tree)
         self._folder = cache_root() / "verdicts"
 
     def read(self, selection: Selection) -> list[Row] | None:
@@ -155,33 +182,51 @@ class _Store:
             return None
         try:
             with diskcache.Cache(str(self._folder)) as cache:
-                rows = [cache.get((self._fingerprint, *key)) for key in selection.obligations()]
-        except Exception:  # damaged, locked or read-only: proving again loses nothing
+                return [json.loads(cache[self._key(*wanted)]) for wanted in selection.obligations()]
+        except Exception:  # missing, damaged, locked or read-only: proving again loses nothing
             return None
-        return None if None in rows else rows
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Keep rows; a store that cannot be written is left alone, since it only saves time."""
-        try:
-            with diskcache.Cache(str(self._folder)) as cache:
-                for row in rows:
-                    key = (row["family"], tuple(row["tags"]), row["theorem"])
-                    cache.set((self._fingerprint, *key), row)
-        except Exception:
-            return
+        """Keep rows that a second run would come to again; a damaged store is made anew.
+
+        A store that cannot be written is left alone, since it only saves time.
+        """
+        for is_retry in (False, True):
+            try:
+                with diskcache.Cache(str(self._folder)) as cache:
+                    for row in rows:
+                        if row["verdict"] != "UNKNOWN":  # the next run may get further
+                            key = self._key(row["family"], tuple(row["tags"]), row["theorem"])
+                            cache[key] = json.dumps(row)
+                return
+            except sqlite3.DatabaseError as error:
+                is_damaged = not isinstance(error, sqlite3.OperationalError)
+                if is_retry or not is_damaged:
+                    return
+                shutil.rmtree(self._folder, ignore_errors=True)
+            except Exception:
+                return
+
+    def _key(self, family: str, tags: tuple[str, ...], theorem: str) -> str:
+        return f"{self._fingerprint} {where(family, tags)} {theorem}"
 
 
-def _fingerprint(root: Path) -> str:
-    from importlib.metadata import version
-
+def _fingerprint(tree: Tree) -> str:
     digest = hashlib.sha256()
-    digest.update(version("z3-solver").encode())
-    ours = (Path(package.__file__ or "").parent for package in (spec, models))
+
+    def add(name: str, content: bytes | None) -> None:
+        size = "absent" if content is None else len(content)
+        digest.update(f"{name}\0{size}\0".encode("utf-8", "surrogateescape"))
+        digest.update(content or b"")
+
+    add("target", f"{tree.target}\0{tree.root}".encode("utf-8", "surrogateescape"))
+    add("versions", f"{SCHEMA} {platform.python_version()} {version('z3-solver')}".encode())
+    ours = [Path(package.__file__ or "").parent for package in (spec, models)]
     files = [file for folder in ours for file in sorted(folder.glob("*.py"))]
-    files.append(Path(__file__).with_name("generate.py"))
-    files += [root / (module.replace(".", "/") + ".py") for module in sorted(CORE_MODULES)]
+    files += [Path(__file__), *map(Path(__file__).with_name, ("generate.py", "scenario.py"))]
     for file in files:
-        digest.update(file.name.encode())
-        if file.is_file():
-            digest.update(file.read_bytes())
+        add(f"{file.parent.name}/{file.name}", file.read_bytes())
+    for module in sorted(CORE_MODULES):
+        file = tree.root / (module.replace(".", "/") + ".py")
+        add(module, file.read_bytes() if file.is_file() else None)
     return digest.hexdigest()

@@ -119,7 +119,7 @@ def _verdict_lines(
         f"{target}, {where}: {by_theorem[slug]}"
         for target, by_family in verdicts.items()
         for where, by_theorem in by_family.items()
-        if where.split("+")[0] == family
+        if where.split("+")[0] == family and slug in by_theorem
     ]
 
 
@@ -150,12 +150,12 @@ def _marks(scenario: Scenario, slug: str, targets: Sequence[str]) -> Iterator[st
         if slug in prediction.violates
     }
     if refuted:
-        by_target = json.dumps(refuted)
+        by_target = _literal(refuted)
         yield (f'pytest.mark.refuted(theorem="{slug}", targets={by_target}, raises=AssertionError)')
     not_asked = "this release is not told where the prefill ends"
     cannot_be_asked = {target: not_asked for target in targets if target not in predicted}
     if cannot_be_asked:
-        yield f"pytest.mark.not_applicable(targets={json.dumps(cannot_be_asked)})"
+        yield f"pytest.mark.not_applicable(targets={_literal(cannot_be_asked)})"
 
 
 def _reason(prediction: Prediction, scenario: Scenario) -> str:
@@ -163,6 +163,11 @@ def _reason(prediction: Prediction, scenario: Scenario) -> str:
         return f"raises {prediction.raised}"
     need = scenario.steps[-1].expect.need
     return f"estimates {prediction.estimate}, draws {prediction.drawn}, needs {need}"
+
+
+def _literal(texts: Mapping[str, str]) -> str:
+    """A mapping of texts as a Python literal: JSON is one as long as it escapes no surrogates."""
+    return json.dumps(texts, ensure_ascii=False)
 
 
 def _docstring(sentence: str) -> str:

@@ -103,7 +103,7 @@ def replay(scenario: Scenario, driver: Driver, target: str) -> Replay:
     if failed is not None:
         outcome = Outcome.DISAGREES if _prediction(scenario, target) else Outcome.NOT_PREDICTED
         return Replay(scenario.name, target, outcome, seen, failed, (failed,))
-    violated = _violated(scenario, situation, seen[-1].step, _pool_at_allocation(request))
+    violated = _violated(scenario, situation, seen[-1].step)
     if request.exception is None:
         request.finish()
     return _compare(scenario, target, seen, violated)
@@ -171,13 +171,13 @@ def _failed_early(scenario: Scenario, seen: Sequence[StepSeen]) -> str | None:
     return f"step {len(seen)} ({seen[-1].why}) already raised {seen[-1].step.raised}"
 
 
-def _pool_at_allocation(request: RequestUnderTest) -> Pool:
-    free = request.free_at_allocation
-    return Pool(request.pool.get_num_free_blocks() if free is None else free, 0, 0)
+def _least_pool(step: Step) -> Pool:
+    """The least pool that passes the check, which is what `NEED_EXACT_POOL` is about."""
+    return Pool(max(step.estimate or 0, 0), 0, 0)
 
 
-def _violated(scenario: Scenario, situation: Situation, step: Step, pool: Pool) -> tuple[str, ...]:
-    need = scenario.steps[-1].expect.need
+def _violated(scenario: Scenario, situation: Situation, step: Step) -> tuple[str, ...]:
+    need, pool = scenario.steps[-1].expect.need, _least_pool(step)
     return tuple(
         slug for slug in THEOREMS if theorem_holds(slug, situation, step, pool, need) is False
     )
@@ -211,7 +211,10 @@ def _compare(
 ) -> Replay:
     step, prediction = seen[-1].step, _prediction(scenario, target)
     holds = None if scenario.theorem is None else scenario.theorem not in violated
-    differences = tuple(_differences(prediction, step, violated))
+    if prediction is not None and _falls_short(scenario, prediction):
+        differences = tuple(_differences_on_short_pool(prediction, step))
+    else:
+        differences = tuple(_differences(prediction, step, violated))
     if prediction is None:
         outcome = Outcome.NOT_PREDICTED
     else:
@@ -222,6 +225,23 @@ def _compare(
 
 def _prediction(scenario: Scenario, target: str) -> Prediction | None:
     return (scenario.predicted or {}).get(target)
+
+
+def _falls_short(scenario: Scenario, prediction: Prediction) -> bool:
+    """Whether the last step finds a pool of exactly the estimate, and is to draw more than that."""
+    if scenario.theorem not in NEED_EXACT_POOL or prediction.raised is not None:
+        return False
+    return (prediction.drawn or 0) > max(prediction.estimate or 0, 0)
+
+
+def _differences_on_short_pool(prediction: Prediction, step: Step) -> Iterator[str]:
+    """Predictions are made for a pool with enough blocks; on a short one the step must raise."""
+    for name in ("dry_run", "estimate"):
+        predicted, found = getattr(prediction, name), getattr(step, name)
+        if predicted != found:
+            yield f"{name}: predicted {predicted}, saw {found}"
+    if step.raised is None:
+        yield f"drawn: predicted {prediction.drawn} of {prediction.estimate}, saw {step.drawn}"
 
 
 def _differences(

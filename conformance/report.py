@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from conformance.expectations import where
 from conformance.obligations import Row, is_as_expected
@@ -36,13 +38,15 @@ def verdict_line(row: Row) -> str:
     )
 
 
-def show_unproved(console: Console, rows: Iterable[Row], replay_paths: dict[str, str]) -> None:
+def show_unproved(
+    console: Console, rows: Iterable[Row], replay_paths: Mapping[tuple[str, str], str]
+) -> None:
     """Print a line per obligation that is not proved: the numbers, and how to replay them.
 
     Args:
         console: Where to print.
         rows: Verdicts.
-        replay_paths: Scenario file by scenario name.
+        replay_paths: Scenario file by target and scenario name.
     """
     undecided: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
@@ -59,13 +63,10 @@ def show_unproved(console: Console, rows: Iterable[Row], replay_paths: dict[str,
         if row["scenario_at_production_sizes"] is not None:
             line = counterexample_line(row["scenario_at_production_sizes"], row["target"])
             console.print(f"  at production sizes: {line}", markup=False, soft_wrap=True)
-        path = replay_paths.get(row["scenario"]["name"])
+        path = replay_paths.get((row["target"], row["scenario"]["name"]))
         if path is not None:
-            console.print(
-                f"  capproof replay {path} --target {row['target']}", markup=False, soft_wrap=True
-            )
-
-
+            command = shlex.join(["capproof", "replay", path, "--target", row["target"]])
+            console.print(f"  {command}", markup=False, highlight=False, soft_wrap=True)
     for (verdict, target, reason), obligations in undecided.items():
         which = obligations[0] if len(obligations) == 1 else f"{len(obligations)} obligations"
         console.print(f"{verdict} {target} {which}: {reason}", markup=False, soft_wrap=True)
@@ -74,10 +75,14 @@ def show_unproved(console: Console, rows: Iterable[Row], replay_paths: dict[str,
 def counterexample_line(scenario: Mapping[str, Any], target: str) -> str:
     """Return the numbers of a scenario's last step on a target, in one line."""
     geometry, last = scenario["geometry"], scenario["steps"][-1]
-    seen = scenario["predicted"][target]
-    outcome = f"estimate {seen['estimate']}, drawn {seen['drawn']}, needed {last['expect']['need']}"
-    if seen["raised"] is not None:
+    seen = scenario["predicted"].get(target)
+    need = last["expect"]["need"]
+    if seen is None:
+        outcome = f"needed {need}, nothing predicted"
+    elif seen["raised"] is not None:
         outcome = f"raises {seen['raised']}"
+    else:
+        outcome = f"estimate {seen['estimate']}, drawn {seen['drawn']}, needed {need}"
     return (
         f"B {geometry['block_size']}, H {geometry['hash_block_size']}, "
         f"S {geometry['num_speculative_blocks']}, K {geometry['num_prefill_checkpoint_blocks']}, "
@@ -90,7 +95,7 @@ def counterexample_line(scenario: Mapping[str, Any], target: str) -> str:
 def _matrix(target: str, rows: Sequence[Row]) -> Table:
     families = list(dict.fromkeys(where(row["family"], row["tags"]) for row in rows))
     cells = {(row["theorem"], where(row["family"], row["tags"])): row for row in rows}
-    table = Table(title=target, title_justify="left", title_style="bold")
+    table = Table(title=Text(target), title_justify="left", title_style="bold")
     table.add_column("theorem")
     for family in families:
         table.add_column(family)
@@ -142,5 +147,5 @@ def _steps(scenario: Scenario, seen: Sequence[StepSeen]) -> Table:
         raised = f" ({step.step.raised})" if step.step.raised else ""
         tokens = f"{planned.call.total_computed_tokens} to {planned.call.num_tokens_main_model}"
         shown = ["-" if value is None else str(value) for value in values]
-        table.add_row(str(number), planned.why + raised, tokens, *shown)
+        table.add_row(str(number), Text(planned.why + raised), tokens, *shown)
     return table

@@ -27,7 +27,7 @@ MANAGERS = frozenset({"mamba-align"})
 MAX_INT = 2**53
 
 _SLUG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
-_MAX_SLUG_LENGTH = 120
+MAX_SLUG_LENGTH = 120
 
 _T = TypeVar("_T")
 
@@ -257,7 +257,7 @@ class _Field:
 
     def slug(self) -> str:
         value = self.text()
-        if not _SLUG.fullmatch(value) or len(value) > _MAX_SLUG_LENGTH:
+        if not _SLUG.fullmatch(value) or len(value) > MAX_SLUG_LENGTH:
             raise self.refuse(f"{_shown(value)} is not a slug (a-z, 0-9, single hyphens)")
         return value
 

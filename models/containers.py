@@ -1,12 +1,13 @@
-"""The objects that a manager counts with, of symbolic size: block tables, pool, pending checkpoints.
+"""The objects that a manager counts with, of symbolic size: tables, pool, state by request.
 
 Only what the accounting reads is modelled; anything else asked of them is `Unsupported`.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from models import term
 from models.term import BoolLike, IntLike, Unsupported
@@ -24,12 +25,25 @@ class _Modelled:
             raise AttributeError(name)
         raise Unsupported(f"{type(self).__name__}.{name} is not modelled")
 
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        raise Unsupported(f"comparison of a {type(self).__name__.lower()}")
+
+    __hash__ = None  # type: ignore[assignment]
+
 
 class Block(_Modelled):
     """A KV-cache block: its id (0 is the null block), and whether its owner may move it."""
 
+    __slots__ = ("block_id", "writable")
+
     def __init__(self, block_id: IntLike, writable: BoolLike) -> None:
-        self.block_id, self.writable = block_id, writable
+        object.__setattr__(self, "block_id", block_id)
+        object.__setattr__(self, "writable", writable)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise Unsupported(f"storing Block.{name} is not modelled")
 
     @property
     def is_null(self) -> BoolLike:
@@ -41,7 +55,7 @@ class Block(_Modelled):
         return self.block_id == other.block_id if isinstance(other, Block) else False
 
     __eq__ = is_same_block  # type: ignore[assignment]
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
     def __ne__(self, other: object) -> Any:
         return term.negation(self.is_same_block(other))
@@ -94,7 +108,9 @@ class Table(_Modelled):
         self._at = lambda i: block.choose(i == column, before(i))
 
     def __len__(self) -> int:
-        raise Unsupported("the length of a symbolic table as a number")
+        if not isinstance(self.length, int):
+            raise Unsupported("the length of a symbolic table as a number")
+        return self.length
 
     def __bool__(self) -> bool:
         return bool(self.length > 0)
@@ -145,9 +161,10 @@ class Table(_Modelled):
         return Table(length, lambda i: at(i + start))
 
     def _clamped(self, index: IntLike) -> IntLike:
-        index = term.choose(index < 0, index + self.length, index)
-        index = term.choose(index < 0, 0, index)
-        return term.choose(index > self.length, self.length, index)
+        from_start = term.choose(index < 0, index + self.length, index)
+        not_before = term.choose(from_start < 0, 0, from_start)
+        clamped: IntLike = term.choose(not_before > self.length, self.length, not_before)
+        return clamped
 
     def _inside(self, index: IntLike) -> IntLike:
         if index < 0:
@@ -187,8 +204,8 @@ class Pool(_Modelled):
     def get_new_blocks(self, num_blocks: IntLike) -> Table:
         """Hand out blocks nobody else holds.
 
-        A negative count gives nothing and raises the free count, as `FreeKVCacheBlockQueue.popleft_n`
-        does.
+        A negative count gives nothing and raises the free count, as
+        `FreeKVCacheBlockQueue.popleft_n` does.
         """
         first = FIRST_FRESH_ID + self.drawn
         self.drawn = self.drawn + num_blocks
@@ -200,43 +217,260 @@ class Pool(_Modelled):
         return term.conjunction((term.negation(block.is_null), block.writable))
 
 
+_C = TypeVar("_C", bound=type)
+#: What Python needs of every object, and what no answer depends on.
+_HARMLESS = frozenset(
+    ["__new__", "__init__", "__getattribute__", "__repr__", "__sizeof__", "__class_getitem__"]
+)
+
+
+def _refuse_the_rest(cls: _C) -> _C:
+    """Refuse, while lifted code runs, what a subclass of a builtin container does not define."""
+    for name, method in vars(cls.__bases__[0]).items():
+        if callable(method) and name not in {*vars(cls), *_HARMLESS} and name != "__hash__":
+            setattr(cls, name, _refusing(name, method))
+    return cls
+
+
+def _refusing(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if term.decide is not None:
+            raise Unsupported(f"{name} of {self.name} is not modelled")
+        return method(self, *args, **kwargs)
+
+    return refuse
+
+
+_ABSENT = object()
+
+
+@_refuse_the_rest
 class Pending(dict[str, Any]):
-    """A dict keyed by request id in which the one request may or may not be, as a formula says."""
+    """A dict keyed by request id in which the one request may or may not be, as a formula says.
 
-    def __init__(self, request_id: str, present: BoolLike, value: Any) -> None:
+    Args:
+        request_id: The one request.
+        present: Whether it is in.
+        value: What is there if it is.
+        name: Attribute of the manager, for messages.
+        value_is_known: False where earlier steps left a value that is not modelled; reading it is
+            refused, writing it is not.
+        default: Makes the value that reading an absent key adds (`collections.defaultdict`).
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        present: BoolLike,
+        value: Any = None,
+        *,
+        name: str = "pending checkpoints",
+        value_is_known: bool = True,
+        default: Callable[[], Any] | None = None,
+    ) -> None:
         super().__init__()
-        self._request_id, self.present, self.value = request_id, present, value
+        self.name, self._request_id = name, request_id
+        self.present, self.value = present, value
+        self._value_is_known, self._default = value_is_known, default
 
-    def _mine(self, key: str) -> bool:
+    def _is_in(self, key: object) -> bool:
         if key != self._request_id:
-            raise Unsupported("a second request")
+            raise Unsupported(f"{self.name} of a second request")
         return bool(self.present)
 
+    def _known_value(self) -> Any:
+        if not self._value_is_known:
+            raise Unsupported(f"{self.name}: what earlier steps left there is not modelled")
+        return self.value
+
     def __contains__(self, key: object) -> bool:
-        return self._mine(str(key))
+        return self._is_in(key)
 
     def __getitem__(self, key: str) -> Any:
-        if not self._mine(key):
+        return self._known_value() if self._is_in(key) else self.__missing__(key)
+
+    def __missing__(self, key: str) -> Any:
+        if self._default is None:
             raise KeyError(key)
+        self[key] = self._default()
         return self.value
 
     def get(self, key: str, default: Any = None) -> Any:
         """`dict.get`."""
-        return self.value if self._mine(key) else default
+        return self._known_value() if self._is_in(key) else default
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        """`dict.setdefault`."""
+        if not self._is_in(key):
+            self[key] = default
+        return self._known_value()
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key != self._request_id:
-            raise Unsupported("a second request")
-        self.present, self.value = True, value
+            raise Unsupported(f"{self.name} of a second request")
+        self.present, self.value, self._value_is_known = True, value, True
 
-    def pop(self, key: str, default: Any = None) -> Any:  # type: ignore[override]
-        """`dict.pop` with a default."""
-        value = self.get(key, default)
+    def pop(self, key: str, default: Any = _ABSENT) -> Any:
+        """`dict.pop`."""
+        is_in = self._is_in(key)
         self.present = False
-        return value
+        if is_in:
+            return self._known_value()
+        if default is _ABSENT:
+            raise KeyError(key)
+        return default
 
-    def __iter__(self) -> NoReturn:
-        raise Unsupported("a loop over pending checkpoints")
+    def drop(self, key: str) -> None:
+        """`dict.pop` with a default, for who does not look at the value: no case distinction."""
+        if key != self._request_id:
+            raise Unsupported(f"{self.name} of a second request")
+        self.present = False
 
-    __len__ = __iter__  # type: ignore[assignment]
-    items = keys = values = __iter__  # type: ignore[assignment]
+    def __delitem__(self, key: str) -> None:
+        if not self._is_in(key):
+            raise KeyError(key)
+        self.present = False
+
+
+@_refuse_the_rest
+class Members(set[str]):
+    """A set of request ids of which only the one request is modelled.
+
+    Args:
+        request_id: The one request.
+        name: Attribute of the manager, for messages.
+    """
+
+    def __init__(self, request_id: str, name: str) -> None:
+        super().__init__()
+        self.name, self._request_id = name, request_id
+        self.is_known = True
+
+    def _mine(self, key: object) -> str:
+        if key != self._request_id:
+            raise Unsupported(f"{self.name} was asked about something else than the request")
+        return self._request_id
+
+    def __contains__(self, key: object) -> bool:
+        if not self.is_known:
+            raise Unsupported(f"{self.name}: what earlier steps left there is not modelled")
+        return super().__contains__(self._mine(key))
+
+    def add(self, key: str) -> None:
+        """`set.add`."""
+        super().add(self._mine(key))
+        self.is_known = True
+
+    def discard(self, key: object) -> None:
+        """`set.discard`."""
+        super().discard(self._mine(key))
+        self.is_known = True
+
+    def remove(self, key: str) -> None:
+        """`set.remove`."""
+        if key not in self:
+            raise KeyError(key)
+        super().remove(key)
+
+
+@_refuse_the_rest
+class Log(list[Any]):
+    """A list of which nothing is known but what this step adds.
+
+    Args:
+        name: Attribute of the manager, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def append(self, item: Any) -> None:
+        """`list.append`."""
+        super().append(item)
+
+    def extend(self, items: Any) -> None:
+        """`list.extend`."""
+        super().extend(items)
+
+    def __radd__(self, items: Any) -> NoReturn:
+        raise Unsupported(f"what {self.name} holds is not modelled")
+
+    def __iadd__(self, items: Any) -> Log:  # type: ignore[misc]
+        self.extend(items)
+        return self
+
+
+@_refuse_the_rest
+class Tables(dict[str, Any]):
+    """`req_to_blocks`: an absent request has an empty table; other requests are not modelled."""
+
+    name = "req_to_blocks"
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__()
+        self._request_id = request_id
+
+    def _mine(self, key: object) -> str:
+        if key != self._request_id:
+            raise Unsupported(f"{self.name} of a second request")
+        return self._request_id
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(self._mine(key))
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(self._mine(key))
+
+    def __missing__(self, key: str) -> Any:
+        self[key] = Table()
+        return self[key]
+
+    def __setitem__(self, key: str, table: Any) -> None:
+        if not isinstance(table, Table | list):
+            raise Unsupported(f"a table that is a {type(table).__name__}")
+        super().__setitem__(self._mine(key), table)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """`dict.get`."""
+        return super().get(self._mine(key), default)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        """`dict.setdefault`."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """`dict.pop`."""
+        return super().pop(self._mine(key), *default)
+
+    def __delitem__(self, key: str) -> None:
+        super().__delitem__(self._mine(key))
+
+
+def modelled_state(name: str, value: Any, request_id: str) -> Any:
+    """Return a manager's fresh attribute as a container of one request; other values as they are.
+
+    Raises:
+        Unsupported: A container that is not modelled.
+    """
+    if name == Tables.name:
+        return Tables(request_id)
+    kind = type(value)
+    if kind is dict or kind is defaultdict:
+        default = getattr(value, "default_factory", None)
+        return Pending(request_id, False, name=name, default=default)
+    if kind is set:
+        return Members(request_id, name)
+    return Log(name) if kind is list else value
+
+
+def state_of_earlier_steps(name: str, value: Any) -> Any:
+    """Return what earlier steps may have left in an attribute: anything."""
+    if isinstance(value, Pending):
+        present = term.bool_var(f"has_{name}_before")
+        return Pending(value._request_id, present, name=name, value_is_known=False)
+    if isinstance(value, Members):
+        value.is_known = False
+    return value

@@ -13,7 +13,8 @@ class Evaluator:
 
     Args:
         values: Value per variable name; an absent one has its least value (no such: 0, or its
-            greatest if that is less), an absent truth value is false; an array is a mapping from index to value, absent is 1.
+            greatest if that is less), an absent truth value is false; an array is a mapping from
+            index to value, absent is 1.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:

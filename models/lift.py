@@ -13,18 +13,30 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from models import smt, term
-from models.containers import Block, Pending, Pool, Table
+from models.containers import (
+    Block,
+    Log,
+    Members,
+    Pending,
+    Pool,
+    Table,
+    Tables,
+    modelled_state,
+    state_of_earlier_steps,
+)
 from models.evaluate import Evaluator
-from models.loader import Core, PlaceholderUsed
+from models.loader import MANAGERS, Core, CoreError, PlaceholderUsed
 from models.path import Path, following
 from models.rewrite import rewrite
-from models.runtime import BUILTINS
+from models.runtime import BUILTINS, call_helper
 from models.term import BoolLike, IntLike, Unsupported
 from spec.assumptions import (
     ASSUMPTIONS,
     AT_MOST_ONE_CHECKPOINT_BLOCK,
     CHECKPOINT_BLOCKS,
+    RELEASE_IS_DENSE,
     SPECULATIVE_BLOCKS,
+    TABLE_HOLDS_COMPUTED_STATE,
 )
 from spec.families import FAMILIES
 from spec.logic import cdiv
@@ -34,14 +46,29 @@ from spec.vocabulary import Call, Geometry, Situation, Step
 REQUEST = "request"
 #: More paths than any family has by an order of magnitude; beyond it a family is UNSUPPORTED.
 MAX_PATHS = 2_000
-_OUTCOMES = (AssertionError, ValueError, LookupError, ArithmeticError, RuntimeError)
+#: What a term or a modelled container raises where Python's own would.
+_RAISED_BY_MODELS = (LookupError, ArithmeticError, ValueError)
+#: More likely the lifter's doing than the tree's.
+_NO_OUTCOMES = (TypeError, AttributeError, NameError, RecursionError, MemoryError)
+#: Per-request state whose content is known in every step of the families, by attribute: the table
+#: and the pending checkpoint are symbolic, a request with a table was allocated blocks, and one
+#: without hits (see the families) has no partial hit. Other state may be anything.
+_KNOWN_STATE = frozenset(
+    {"req_to_blocks", "_checkpoints", "_allocated_block_reqs", "_partial_hit_reqs"}
+)
+#: Parts of a manager that are no state of it, or that the situation says.
+_NO_STATE = frozenset({"kv_cache_spec", "block_pool", "_null_block", "drop_eagle_checkpoint_block"})
 
 
 class NotUnderstood(Exception):
     """The lifter met a construct that it does not understand; one line with file and line."""
 
 
-@dataclass(frozen=True)
+class MaybeMissingPaths(NotUnderstood):
+    """The solver cannot say whether paths are missing; one line with its reason and budget."""
+
+
+@dataclass(frozen=True, eq=False)
 class PathSummary:
     """One way through a step.
 
@@ -56,7 +83,7 @@ class PathSummary:
     raised_at: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Exploration:
     """All paths of a family.
 
@@ -66,6 +93,8 @@ class Exploration:
         paths: Disjoint, and shown to cover every situation that keeps the assumptions.
         samples: A situation per path, by variable.
         core: Slugs of the assumptions that the proof of completeness used.
+        built_in: Slugs of the assumptions that every value of the variables keeps, since the
+            situation is made so; nothing about it can do without them.
     """
 
     situation: Situation
@@ -73,6 +102,7 @@ class Exploration:
     paths: tuple[PathSummary, ...]
     samples: tuple[Mapping[str, Any], ...]
     core: tuple[str, ...]
+    built_in: tuple[str, ...] = ()
 
 
 def lifted_core(root: FilePath) -> Core:
@@ -146,10 +176,17 @@ def explore(
         result = question.ask()
         if result.answer is smt.Answer.UNSAT:
             return Exploration(
-                situation, assumptions, tuple(paths), tuple(samples), result.core
+                situation,
+                assumptions,
+                tuple(paths),
+                tuple(samples),
+                result.core,
+                _built_in(core, situation),
             )
-        if result.answer is smt.Answer.UNKNOWN or len(paths) == MAX_PATHS:
-            raise NotUnderstood(f"{family}: paths may be missing: {result.reason or MAX_PATHS}")
+        if result.answer is smt.Answer.UNKNOWN:
+            raise MaybeMissingPaths(f"{family}: paths may be missing: {result.reason}")
+        if len(paths) == MAX_PATHS:
+            raise NotUnderstood(f"{core.file_of(MANAGERS)}: more than {MAX_PATHS} paths")
         summary = _run(core, situation, tuple(assumptions.values()), result.values)
         paths.append(summary)
         samples.append(result.values)
@@ -164,18 +201,24 @@ def _assumptions(
     if family == "first":
         found["family"] = found["family"] & in_obligation(situation, tags)
     if not takes_prefill_end(core):
-        found["release-is-dense"] = situation.call.prefill_end == 0
-    found.update(_tail_is_held_before(situation))
+        found[RELEASE_IS_DENSE.slug] = RELEASE_IS_DENSE.holds(situation)
+    if not isinstance(situation.table_length, int):
+        held = _tail_is_held(_table_before(situation), situation.geometry.num_speculative_blocks)
+        found[TABLE_HOLDS_COMPUTED_STATE.slug] &= held
     if isinstance(situation.geometry.num_prefill_checkpoint_blocks, int):
         del found[AT_MOST_ONE_CHECKPOINT_BLOCK.slug]
     return {slug: formula for slug, formula in found.items() if formula is not True}
 
 
-def _tail_is_held_before(situation: Situation) -> dict[str, BoolLike]:
-    if isinstance(situation.table_length, int):
-        return {}
-    table = _table_before(situation)
-    return {"table-tail-is-held": _tail_is_held(table, situation.geometry.num_speculative_blocks)}
+def _built_in(core: Core, situation: Situation) -> tuple[str, ...]:
+    """Assumptions that hold by how the situation is made; the table's: by its length."""
+    has_table = not isinstance(situation.table_length, int)
+    return tuple(
+        assumption.slug
+        for assumption in ASSUMPTIONS
+        if assumption.holds(situation) is True
+        and (has_table or assumption is not TABLE_HOLDS_COMPUTED_STATE)
+    )
 
 
 def _tail_is_held(table: Table, num_speculative_blocks: IntLike) -> BoolLike:
@@ -213,20 +256,45 @@ def _run(
     sample: Mapping[str, Any],
 ) -> PathSummary:
     path = Path(sample, assumptions)
-    with following(path):
-        try:
+    try:
+        with following(path):
             run = _StepRun(core, situation)
-        except _OUTCOMES as error:
-            raise NotUnderstood(f"{core.location(error)}: building the state: {error!r}") from error
-        except (Unsupported, PlaceholderUsed, TypeError, AttributeError) as error:
-            raise NotUnderstood(f"{core.location(error)}: {error}") from error
-        try:
+    except CoreError:
+        raise
+    except (Unsupported, PlaceholderUsed, Exception) as error:
+        raise _not_understood(core, error, "building the state: ") from error
+    try:
+        with following(path):
             step, raised_at = run.step(), None
-        except (Unsupported, PlaceholderUsed, TypeError, AttributeError) as error:
-            raise NotUnderstood(f"{core.location(error)}: {error}") from error
-        except _OUTCOMES as error:
-            step, raised_at = run.failed(error), core.location(error)
-        return PathSummary(term.conjunction(path.literals), step, raised_at)
+    except (Unsupported, PlaceholderUsed) as error:
+        raise _not_understood(core, error) from error
+    except Exception as error:
+        if not _is_outcome(core, error):
+            raise _not_understood(core, error) from error
+        step, raised_at = run.failed(error), core.location(error)
+    return PathSummary(term.conjunction(path.literals), step, raised_at)
+
+
+def _not_understood(core: Core, error: BaseException, doing: str = "") -> NotUnderstood:
+    kind = "" if isinstance(error, Unsupported | PlaceholderUsed) else f"{type(error).__name__}: "
+    return NotUnderstood(f"{core.location(error) or core.file_of(MANAGERS)}: {doing}{kind}{error}")
+
+
+def _is_outcome(core: Core, error: Exception) -> bool:
+    """Whether the tree's own code would have raised this on numbers."""
+    if isinstance(error, _NO_OUTCOMES):
+        return False
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    assert traceback is not None
+    innermost = traceback.tb_frame.f_code
+    was_called_by_tree = innermost is call_helper.__code__
+    return (
+        was_called_by_tree
+        or FilePath(innermost.co_filename).is_relative_to(core.root)
+        or isinstance(error, _RAISED_BY_MODELS)
+    )
 
 
 class _StepRun:
@@ -236,6 +304,7 @@ class _StepRun:
         self.situation = situation
         geometry = situation.geometry
         self._with_end = takes_prefill_end(core)
+        core.symbol_of_manager("MambaManager", "allocate_new_blocks")
         spec = core.symbol_of("MambaSpec")(
             block_size=geometry.block_size,
             shapes=((1, 1),),
@@ -253,8 +322,12 @@ class _StepRun:
             kv_cache_group_id=0,
             scheduler_block_size=geometry.block_size,
         )
+        parts = vars(self.manager)
+        _require(core, parts, "req_to_blocks", "drop_eagle_checkpoint_block")
         self.manager.drop_eagle_checkpoint_block = geometry.drop_eagle_checkpoint_block
-        self.manager.req_to_blocks = _Tables()
+        for name, value in parts.items():
+            parts[name] = modelled_state(name, value, REQUEST)
+        _hide(self.manager, _may_have_changed(core, self.manager))
         self.dry_run: IntLike = 0
         self.estimate: IntLike = 0
         self.dry_run_left_state: BoolLike = True
@@ -270,6 +343,7 @@ class _StepRun:
         self.estimate = self._estimate(call, dry=False)
         self.manager.allocate_new_blocks(REQUEST, call.num_tokens, call.num_tokens_main_model)
         table = self.manager.req_to_blocks[REQUEST]
+        table = Table.of(table) if isinstance(table, list) else table
         return Step(
             dry_run=self.dry_run,
             estimate=self.estimate,
@@ -309,21 +383,71 @@ class _StepRun:
         self._estimate(Call(1, 1, 0, 0), dry=False)
         self.manager.allocate_new_blocks(REQUEST, 1, 1)
         self.pool.drawn = 0
+        parts = vars(self.manager)
+        for name in parts.keys() - _KNOWN_STATE:
+            parts[name] = state_of_earlier_steps(name, parts[name])
         self.manager.req_to_blocks[REQUEST] = _table_before(self.situation)
-        if hasattr(self.manager, "_checkpoints"):
+        if "_checkpoints" in parts:
             left_over = term.int_var("checkpoint_before", 1), term.int_var("column_before", 0)
             present = term.bool_var("has_checkpoint_before")
             self.manager._checkpoints = Pending(REQUEST, present, left_over)
 
     def _state(self) -> Any:
-        return _frozen({**vars(self.manager), "drawn": self.pool.drawn})
+        return _frozen([vars(self.manager), vars(self.pool)])
 
 
-class _Tables(dict[str, Table]):
-    """`req_to_blocks`: an absent request has an empty table."""
+def _require(core: Core, parts: Mapping[str, Any], *names: str) -> None:
+    for name in names:
+        if name not in parts:
+            raise CoreError(f"{core.file_of(MANAGERS)}: no MambaManager.{name} here (renamed?)")
 
-    def __missing__(self, key: str) -> Table:
-        return self.setdefault(key, Table())
+
+def _may_have_changed(core: Core, manager: Any) -> frozenset[str]:
+    """Attributes whose value in the middle of serving this model does not know.
+
+    A number or an object that a method changes, or that another part of vLLM sets, is not what
+    `__init__` left; containers are modelled one by one.
+    """
+    plain = (int, str, bytes, float, tuple, frozenset, type, term.Int, term.Bool, type(None))
+    modelled = (Pending, Members, Log, Tables)
+    parts = vars(manager)
+    strange = {name for name, value in parts.items() if not isinstance(value, (*plain, *modelled))}
+    return frozenset(
+        name
+        for name in core.attributes_stored_after_init() | strange
+        if name not in _NO_STATE
+        and not isinstance(parts.get(name), modelled)
+        and not callable(getattr(type(manager), name, None))
+        and not isinstance(getattr(type(manager), name, None), property)
+    )
+
+
+def _hide(manager: Any, names: frozenset[str]) -> None:
+    """Make reading these attributes Unsupported; storing them stays possible."""
+
+    def hidden(name: str) -> property:
+        def read(self: Any) -> Any:
+            if term.decide is not None:
+                raise Unsupported(f"{name} may have changed since __init__, and is not modelled")
+            return vars(self)[name]
+
+        def store(self: Any, value: Any) -> None:
+            vars(self)[name] = value
+
+        return property(read, store)
+
+    kind = type(manager)
+    manager.__class__ = type(kind.__name__, (kind,), {name: hidden(name) for name in names})
+
+
+@dataclass(frozen=True)
+class _Same:
+    """Compares by identity, and keeps what it compares alive, so that identity stays its own."""
+
+    of: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.of is other.of
 
 
 def _frozen(value: Any) -> Any:
@@ -331,17 +455,21 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, term.Int | term.Bool):
         return value._key
     if isinstance(value, Table):
-        return (_frozen(value.length), id(value._at)) if value.length != 0 else ()
+        return (_frozen(value.length), _Same(value._at)) if value.length != 0 else ()
     if isinstance(value, Pending):
-        return _frozen(value.present), _frozen(value.value)
+        return () if value.present is False else (_frozen(value.present), _frozen(value.value))
+    if isinstance(value, Members):
+        return value.is_known, frozenset(set.__iter__(value))
     if isinstance(value, dict):
-        pairs = ((key, _frozen(item)) for key, item in value.items())
+        pairs = ((key, _frozen(item)) for key, item in dict.items(value))
         return tuple((key, item) for key, item in pairs if item != ())
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):
+        return tuple(map(_frozen, list.__iter__(value)))
+    if isinstance(value, tuple):
         return tuple(map(_frozen, value))
     if isinstance(value, set | frozenset):
         return frozenset(value)
-    return value if isinstance(value, int | str | None) else id(value)
+    return value if isinstance(value, int | str | None) else _Same(value)
 
 
 def summary_of(exploration: Exploration, values: Mapping[str, Any]) -> PathSummary | None:
@@ -352,4 +480,3 @@ def summary_of(exploration: Exploration, values: Mapping[str, Any]) -> PathSumma
     taken = [path for path in exploration.paths if evaluator.truth(path.condition)]
     assert len(taken) == 1, f"{len(taken)} paths for one situation"
     return taken[0]
-

@@ -210,12 +210,14 @@ class Core:
         return self.symbol(_HOME_OF[name], name)
 
     def symbol_of_manager(self, manager: str, method: str) -> Any:
-        """Return a manager's method.
+        """Return a manager's own method; an inherited one counts by another manager's rule.
 
         Raises:
             CoreError: The manager or the method is not there (renamed in this release?).
         """
-        found = getattr(self.symbol_of(manager), method, None)
+        kinds = self.symbol_of(manager).__mro__
+        own = (vars(kind).get(method) for kind in kinds if kind.__name__ == manager)
+        found = next(filter(None, own), None)
         if found is None:
             file = self.file_of(_HOME_OF[manager])
             raise CoreError(f"{file}: no {manager}.{method} here (renamed?)")
@@ -302,14 +304,16 @@ class Core:
 def _stored_attributes(tree: ast.Module, own_too: bool) -> set[str]:
     """Attributes stored on other objects; with ``own_too`` also on self, outside ``__init__``."""
     names = set()
-    for function in ast.walk(tree):
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            own_counts = own_too and function.name != "__init__"
-            for node in ast.walk(function):
-                if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
-                    is_own = isinstance(node.value, ast.Name) and node.value.id == "self"
-                    if own_counts or not is_own:
-                        names.add(node.attr)
+    waiting: list[tuple[ast.AST, bool]] = [(tree, own_too)]
+    while waiting:
+        node, own_counts = waiting.pop()
+        if isinstance(node, ast.FunctionDef):
+            own_counts = own_too and node.name != "__init__"
+        elif isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            is_own = isinstance(node.value, ast.Name) and node.value.id == "self"
+            if own_counts or not is_own:
+                names.add(node.attr)
+        waiting += [(child, own_counts) for child in ast.iter_child_nodes(node)]
     return names
 
 

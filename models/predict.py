@@ -1,4 +1,4 @@
-"""What the lifted code of a tree does in one situation made of numbers, and which claims that breaks."""
+"""What the lifted code of a tree does in one situation made of numbers, and what that breaks."""
 
 from __future__ import annotations
 

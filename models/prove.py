@@ -56,7 +56,8 @@ _Record = TypeVar("_Record", Situation, Step)
 class Explorer(Protocol):
     """Finds all paths of a family."""
 
-    def __call__(self, family: str, tags: tuple[str, ...], *, eagle: bool) -> Exploration: ...
+    def __call__(self, family: str, tags: tuple[str, ...], *, eagle: bool) -> Exploration:
+        """Return them."""
 
 
 class Verdict(Enum):

@@ -1,8 +1,8 @@
 """The few constructs of Python that never ask an object: rewritten to ask.
 
 ``and``, ``or``, ``not``, ``is``, conditional expressions, chained comparisons and lists built by
-``[x for _ in range(..)]`` become calls of the helpers in `models.runtime`; calls, stores and look-ups
-announce themselves, so that looking at both sides of a connective can never change anything.
+``[x for _ in range(..)]`` become calls of the helpers in `models.runtime`; calls, stores and
+look-ups announce themselves, so that looking at both sides of a connective can change nothing.
 Messages are marked, since only they may turn a term into text, and no handler catches what the
 lifter raises. Everything else of vLLM's source runs as it stands. Line numbers are kept.
 """
@@ -25,7 +25,7 @@ _COMPARISONS = {
     ast.NotIn: "not in",
 }
 #: Names that the rewritten source calls; `models.runtime.BUILTINS` defines them.
-AND, OR, NOT, CHOOSE, COMPARE, IDENTITY, FILL, CALL, ITEM, EFFECT, MESSAGE, OURS = (
+AND, OR, NOT, CHOOSE, COMPARE, IDENTITY, FILL, CALL, ITEM, EFFECT, MESSAGE, OURS, REFUSE, DROP = (
     "__capproof_and__",
     "__capproof_or__",
     "__capproof_not__",
@@ -38,6 +38,8 @@ AND, OR, NOT, CHOOSE, COMPARE, IDENTITY, FILL, CALL, ITEM, EFFECT, MESSAGE, OURS
     "__capproof_effect__",
     "__capproof_message__",
     "__capproof_ours__",
+    "__capproof_refuse__",
+    "__capproof_drop__",
 )
 _STORES = (ast.Attribute, ast.Subscript)
 _IDENTITIES = (ast.Is, ast.IsNot)
@@ -71,9 +73,8 @@ class _Rewriter(ast.NodeTransformer):
             return same if isinstance(node.ops[0], ast.Is) else _helper_call(node, NOT, same)
         if needs_own_scope:
             if any(isinstance(operator, _IDENTITIES) for operator in node.ops):
-                raise SyntaxError(
-                    f"line {node.lineno}: a chained comparison with `is` that binds a name"
-                )
+                what = ast.Constant("a chained comparison with `is` that binds a name")
+                return _helper_call(node, REFUSE, what)
             return node
         rest: list[ast.expr] = []
         for operator, operand in zip(node.ops, node.comparators, strict=True):
@@ -146,6 +147,17 @@ class _Rewriter(ast.NodeTransformer):
             return _after_effect(node, ast.Name(node.target.id, ast.Load()))
         return _announced(node, [node.target])
 
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        call = node.value
+        is_pop = isinstance(call, ast.Call) and getattr(call.func, "attr", None) == "pop"
+        self.generic_visit(node)
+        rewritten = node.value
+        if is_pop and isinstance(rewritten, ast.Call) and not rewritten.keywords:
+            method, *args = rewritten.args
+            assert isinstance(method, ast.Attribute)
+            node.value = _helper_call(node, DROP, method.value, *args)
+        return node
+
     def visit_Delete(self, node: ast.Delete) -> Any:
         self.generic_visit(node)
         return _announced(node, node.targets)
@@ -157,6 +169,9 @@ class _Rewriter(ast.NodeTransformer):
     def visit_With(self, node: ast.With) -> Any:
         self.generic_visit(node)
         return _after_effect(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        return _Functions().generic_visit(node)
 
     def visit_Global(self, node: ast.Global) -> Any:
         return _after_effect(node)
@@ -183,11 +198,7 @@ class _Functions(ast.NodeTransformer):
 
 
 def rewrite(module: ast.Module) -> ast.Module:
-    """Return the module with its functions ready to run on terms.
-
-    Raises:
-        SyntaxError: A construct cannot be rewritten; the message names it and its line.
-    """
+    """Return the module with its functions ready to run on terms."""
     _Functions().visit(module)
     return module
 

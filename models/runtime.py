@@ -14,13 +14,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from models import rewrite, term
-from models.containers import Table
+from models.containers import Block, Pending, Pool, Table
 from models.loader import PlaceholderUsed
-from models.path import NeedsDecision, Path
+from models.path import LIFTED, MAX_ROUNDS, NeedsDecision, Path
 from models.term import Bool, Int, IntLike, Unsupported
-
-#: Rounds after which a loop whose length is not known is given up.
-MAX_ROUNDS = 64
 
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "<": operator.lt,
@@ -83,9 +80,7 @@ def _looked_at(supposed: Any, operand: Callable[[], Any]) -> Any:
     try:
         with current_path().supposing(supposed):
             return operand()
-    except (NeedsDecision, Unsupported, PlaceholderUsed, ArithmeticError, LookupError):
-        return None
-    except (AssertionError, TypeError, AttributeError, ValueError):
+    except (NeedsDecision, Unsupported, PlaceholderUsed, Exception):
         return None
 
 
@@ -98,55 +93,102 @@ def _choose(test: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) ->
         test = test != 0
     if isinstance(test, Bool):
         sides = _looked_at(test, then), _looked_at(term.negation(test), otherwise)
+        if all(isinstance(side, bool | Bool) for side in sides):
+            return term.choose(test, *sides)
         if all(isinstance(side, int | Int | Bool) for side in sides):
             return term.choose(test, *map(term.int_of, sides))
     return then() if test else otherwise()
 
 
 def _compare(left: Any, *rest: Any) -> Any:
-    def links() -> Iterator[Callable[[], Any]]:
-        value = left
-        for symbol, operand in zip(rest[::2], rest[1::2], strict=True):
-            right = operand()
-            yield lambda symbol=symbol, a=value, b=right: _OPERATORS[symbol](a, b)
-            value = right
+    """A chain: each operand evaluated at most once, and none after a link that fails."""
+    values = [left]
 
-    if len(rest) == 2:
-        return next(links())()
-    return _and(*links())
+    def link(symbol: str, operand: Callable[[], Any], place: int) -> Callable[[], Any]:
+        def holds() -> Any:
+            values[place:] = [operand()]
+            return _OPERATORS[symbol](values[place - 1], values[place])
+
+        return holds
+
+    pairs = zip(rest[::2], rest[1::2], strict=True)
+    return _and(*(link(*pair, place) for place, pair in enumerate(pairs, start=1)))
 
 
 def _same(a: Any, b: Any) -> Any:
-    same = getattr(a, "is_same_block", None)
-    if same is not None:
-        return same(b)
-    if isinstance(a, Int | Bool) and isinstance(b, int | Int | Bool):
+    if isinstance(a, Block):
+        return a.is_same_block(b)
+    if isinstance(b, Block):
+        return False
+    if any(isinstance(x, Int | Bool) for x in (a, b)) and all(
+        isinstance(x, int | Int | Bool) for x in (a, b)
+    ):
         raise Unsupported("identity of symbolic values")
     return a is b
 
 
 def _fill(element: Callable[[], Any], over: Any) -> Any:
     if isinstance(over, SymbolicRange):
-        return Table.filled(element(), over.count())
+        # One block for all columns, if evaluating it once is as good as once per column.
+        block = _looked_at(over.count() > 0, element)
+        if isinstance(block, Block):
+            return Table.filled(block, over.count())
     return [element() for _ in over]
 
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    if any(function is asking for asking in _ASK_THE_CALLER):
+        raise Unsupported(f"{function.__name__}()")
+    if function is builtins.type and len(args) == 1 and not kwargs:
+        return _type_of(args[0])
     if _speculating() and not _changes_nothing(function):
         raise NeedsDecision
     return function(*args, **kwargs)
 
 
+#: The frame of everything that lifted code calls.
+call_helper = _call
+
+
 def _changes_nothing(function: Any) -> bool:
-    if function in _PURE_BUILTINS:
+    if any(function is pure for pure in _PURE_BUILTINS):
         return True
     code = getattr(function, "__func__", function)
-    return isinstance(code, types.FunctionType) and code.__module__.startswith("_capproof_tree")
+    return isinstance(code, types.FunctionType) and str(code.__module__).startswith(LIFTED)
 
 
-def _effect() -> None:
-    if _speculating():
+def _effect(*on: Any) -> None:
+    """Something is about to change; adding to a value that cannot change is no effect."""
+    if _speculating() and not (on and isinstance(on[0], int | Int | Bool | str | tuple | None)):
         raise NeedsDecision
+
+
+def _item(container: Any, key: Any) -> Any:
+    if _speculating() and hasattr(type(container), "__missing__") and key not in container:
+        raise NeedsDecision  # A look-up that adds the key.
+    return container[key]
+
+
+def _message(build: Callable[[], Any]) -> Any:
+    """Build a message, in which terms may become text."""
+    before, term.text_allowed = term.text_allowed, True
+    try:
+        return build()
+    finally:
+        term.text_allowed = before
+
+
+def _refuse(what: str) -> None:
+    raise Unsupported(what)
+
+
+def _drop(container: Any, *args: Any) -> None:
+    """`container.pop(*args)` where nobody looks at what it returns."""
+    if isinstance(container, Pending) and len(args) == 2:
+        _effect()
+        container.drop(args[0])
+    else:
+        _call(container.pop, *args)
 
 
 class SymbolicRange:
@@ -157,11 +199,15 @@ class SymbolicRange:
             raise Unsupported("a range with a symbolic step")
         self.start, self.stop, self.step = start, stop, step
 
+    def __contains__(self, value: object) -> bool:
+        raise Unsupported("membership of a symbolic range")
+
     def count(self) -> IntLike:
         """Number of values, possibly a term."""
         span = (self.stop - self.start) if self.step > 0 else (self.start - self.stop)
         rounds = -(-span // abs(self.step))
-        return term.choose(rounds > 0, rounds, 0)
+        count: IntLike = term.choose(rounds > 0, rounds, 0)
+        return count
 
     def __len__(self) -> int:
         raise Unsupported("the length of a symbolic range as a number")
@@ -180,7 +226,7 @@ class _RangeType(type):
     def __call__(cls, *args: Any) -> Any:
         start, stop, step = (0, *args, 1) if len(args) == 1 else (*args, 1)[:3]
         if any(isinstance(end, Int | Bool) for end in (start, stop, step)):
-            return SymbolicRange(start, stop, step)
+            return SymbolicRange(term.int_of(start), term.int_of(stop), step)
         return builtins.range(*args)
 
     def __instancecheck__(cls, instance: object) -> bool:
@@ -198,24 +244,46 @@ class _IntType(type):
         return builtins.int(value, *rest)
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, builtins.int | Int)
+        return isinstance(instance, builtins.int | Int | Bool)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, builtins.int)
 
 
 class _Int(builtins.int, metaclass=_IntType):
     """``int`` for numbers and terms alike; a type, since annotations and checks name it."""
 
 
+#: What a term or a modelled container is an instance of.
+_STAND_INS: dict[type, Any] = {Int: 0, Bool: True, Table: []}
+
+
+def _isinstance(instance: Any, kind: Any) -> bool:
+    """``isinstance``, where terms are ints and bools, and a table is a list."""
+    if type(instance) in (Block, Pool):
+        raise Unsupported("the class of a block or a pool")
+    return builtins.isinstance(_STAND_INS.get(type(instance), instance), kind)
+
+
+def _type_of(instance: Any) -> Any:
+    """``type(instance)``, by the names that lifted code knows the builtins by."""
+    if type(instance) in (Block, Pool):
+        raise Unsupported("the class of a block or a pool")
+    kind = type(_STAND_INS.get(type(instance), instance))
+    return {builtins.int: _Int, builtins.range: _Range, SymbolicRange: _Range}.get(kind, kind)
+
+
 def _len(of: Any) -> Any:
-    return of.length if isinstance(of, Table) else builtins.len(of)
+    if isinstance(of, Table):
+        return of.length
+    return of.count() if isinstance(of, SymbolicRange) else builtins.len(of)
 
 
-def _extreme(
-    python: Callable[..., Any], wins: Callable[[Any, Any], Any]
-) -> Callable[..., Any]:
+def _extreme(python: Callable[..., Any], wins: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     def pick(*args: Any, **kwargs: Any) -> Any:
         values = list(args[0]) if len(args) == 1 else list(args)
         if kwargs or not any(isinstance(value, Int) for value in values):
-            return python(*args, **kwargs)
+            return python(values, **kwargs)
         best = values[0]
         for value in values[1:]:
             best = term.choose(wins(best, value), best, value)
@@ -227,8 +295,18 @@ def _extreme(
 _min = _extreme(builtins.min, operator.le)
 _max = _extreme(builtins.max, operator.ge)
 _PURE_BUILTINS: tuple[Any, ...] = (
-    *(_min, _max, _len, _Int, _Range, abs, isinstance, bool, tuple),
-    *(_and, _or, _not, _choose, _compare),
+    *(_min, _max, _len, _Int, _Range, _isinstance, abs, bool, divmod),
+    *(_and, _or, _not, _choose, _compare, _same),
+)
+#: They look at the calling frame, which is ours.
+_ASK_THE_CALLER = (
+    builtins.globals,
+    builtins.locals,
+    builtins.vars,
+    builtins.dir,
+    builtins.eval,
+    builtins.exec,
+    builtins.id,
 )
 
 #: Names that shadow builtins inside a lifted tree.
@@ -238,12 +316,19 @@ BUILTINS: dict[str, Any] = {
     "max": _max,
     "int": _Int,
     "range": _Range,
+    "isinstance": _isinstance,
     rewrite.AND: _and,
     rewrite.OR: _or,
     rewrite.NOT: _not,
     rewrite.CHOOSE: _choose,
     rewrite.COMPARE: _compare,
+    rewrite.IDENTITY: _same,
     rewrite.FILL: _fill,
     rewrite.CALL: _call,
+    rewrite.ITEM: _item,
     rewrite.EFFECT: _effect,
+    rewrite.MESSAGE: _message,
+    rewrite.OURS: (NeedsDecision, Unsupported, PlaceholderUsed),
+    rewrite.REFUSE: _refuse,
+    rewrite.DROP: _drop,
 }

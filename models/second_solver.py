@@ -22,7 +22,7 @@ def ask(script: str) -> Answer:
         SecondSolverMissing: cvc5 is not installed.
     """
     try:
-        import cvc5
+        import cvc5  # type: ignore[import-untyped]
     except ImportError:
         raise SecondSolverMissing(
             "--crosscheck needs a second solver: pip install cvc5==1.4.2 (make test does)"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-import z3
+import z3  # type: ignore[import-untyped]
 
 from models import term
 from models.evaluate import Evaluator
@@ -19,6 +19,9 @@ from models.term import ATOMS, Bool, BoolLike, Int, IntLike
 
 #: Solver steps (not seconds) per question, so that an answer does not depend on the machine.
 RESOURCE_LIMIT = 30_000_000
+#: Seeds of solvers that are asked anew where one gives up. What it learned from earlier questions
+#: leads it astray now and then, and on what depends on names that do not matter.
+RETRIES = (1, 2)
 LOGIC = "QF_UFNIA"
 SOLVER_VERSION = z3.get_version_string()
 
@@ -60,8 +63,7 @@ class Question:
     """
 
     def __init__(self, named: Mapping[str, BoolLike] | None = None) -> None:
-        self._solver = z3.SolverFor(LOGIC)
-        self._solver.set("rlimit", RESOURCE_LIMIT)
+        self._solver = _solver()
         self._encoder = _Encoder(self._solver)
         self._formulas: list[BoolLike] = []
         self._labels: dict[str, z3.BoolRef] = {}
@@ -90,15 +92,23 @@ class Question:
             self._solver.pop()
 
     def _check(self, formulas: tuple[BoolLike, ...]) -> Result:
-        answer = self._solver.check(*self._labels.values())
+        solver = self._solver
+        answer = solver.check(*self._labels.values())
+        for seed in RETRIES:
+            if answer != z3.unknown:
+                break
+            solver = _solver(seed)
+            solver.add(*self._solver.assertions())
+            answer = solver.check(*self._labels.values())
         if answer == z3.unsat:
-            used = {str(label) for label in self._solver.unsat_core()}
+            used = {str(label) for label in solver.unsat_core()}
             core = tuple(name for name, label in self._labels.items() if str(label) in used)
             return Result(Answer.UNSAT, core=core)
         if answer == z3.unknown:
-            reason = f"{self._solver.reason_unknown()} (budget: {RESOURCE_LIMIT:,} solver steps)"
+            attempts = f"{RESOURCE_LIMIT:,} solver steps, {1 + len(RETRIES)} attempts"
+            reason = f"{solver.reason_unknown()} (budget: {attempts})"
             return Result(Answer.UNKNOWN, reason=reason)
-        values = self._encoder.values(self._solver.model())
+        values = self._encoder.values(solver.model())
         evaluator = Evaluator(values)
         for formula in formulas:
             if not evaluator.truth(formula):
@@ -132,7 +142,17 @@ class Question:
         """The question as an SMT-LIB 2 script."""
         solver = z3.Solver()
         solver.add(*self._solver.assertions(), *self._labels.values())
-        return solver.to_smt2()
+        return str(solver.to_smt2())
+
+
+def _solver(seed: int = 0) -> z3.Solver:
+    solver = z3.SolverFor(LOGIC)
+    solver.set("rlimit", RESOURCE_LIMIT)
+    # Groebner bases cost more than they find here: the order of quotients is said outright.
+    solver.set("arith.nl.grobner", False)
+    if seed:
+        solver.set("random_seed", seed)
+    return solver
 
 
 class _Encoder:
@@ -164,7 +184,7 @@ class _Encoder:
             for factor in factors[1:]:
                 product = product * factor
             parts.append(product if coefficient == 1 else coefficient * product)
-        return parts[0] if len(parts) == 1 else z3.Sum(parts)
+        return parts[0] if len(parts) == 1 else z3.ArithRef(_applied(z3.Z3_mk_add, parts))
 
     def values(self, model: z3.ModelRef) -> dict[str, Any]:
         def integer(x: z3.ArithRef) -> int:
@@ -190,7 +210,7 @@ class _Encoder:
         if kind == "not":
             return z3.Not(self.formula(args[0]))
         parts = [self.formula(part) for part in args]
-        return z3.And(parts) if kind == "and" else z3.Or(parts)
+        return z3.BoolRef(_applied(z3.Z3_mk_and if kind == "and" else z3.Z3_mk_or, parts))
 
     def _order(self, args: tuple[IntLike, IntLike], quotient: z3.ArithRef) -> None:
         """Say that division by one positive divisor is monotone: it spares the solver products."""
@@ -240,6 +260,12 @@ class _Encoder:
             ]
             self._solver.add(*bounds)
         return encoded
+
+
+def _applied(make: Any, parts: Sequence[z3.ExprRef]) -> Any:
+    """`z3.And`, `z3.Or` and `z3.Sum` without their conversions, which take longer than the rest."""
+    arguments = (z3.Ast * len(parts))(*[part.as_ast() for part in parts])
+    return make(z3.main_ctx().ref(), len(parts), arguments)
 
 
 def _key(x: IntLike) -> Any:

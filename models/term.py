@@ -1,10 +1,11 @@
 """Integers and truth values that stand for every case at once.
 
-An :class:`Int` is a polynomial over atoms in normal form, a :class:`Bool` a formula over comparisons
-of such with 0; both are interned, so that equal terms are one object and equality of normal forms
-costs nothing. Arithmetic on them is Python's own: ``//`` and ``%`` floor, for negative divisors too.
-What simplifies to a number or a truth value *is* a Python ``int`` or ``bool``, so nothing
-downstream has to ask. Testing a :class:`Bool` (``if``, ``assert``) asks the current path to decide.
+An :class:`Int` is a polynomial over atoms in normal form, a :class:`Bool` a formula over
+comparisons of such with 0; both are interned, so that equal terms are one object and equality of
+normal forms costs nothing. Arithmetic on them is Python's own: ``//`` and ``%`` floor, for negative
+divisors too. What simplifies to a number or a truth value *is* a Python ``int`` or ``bool``, so
+nothing downstream has to ask. Testing a :class:`Bool` (``if``, ``assert``) asks the current path to
+decide.
 """
 
 from __future__ import annotations
@@ -481,7 +482,8 @@ def floor_div(a: IntLike, b: IntLike) -> IntLike:
         None if rest_low is None else (0 if rest_low >= 0 else rest_low),
         None if rest_high is None else (-1 if rest_high < 0 else rest_high),
     )
-    return quotient + whole
+    result: IntLike = quotient + whole
+    return result
 
 
 def _multiples_of(b: IntLike, a: IntLike) -> tuple[IntLike, IntLike]:

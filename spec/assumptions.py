@@ -26,7 +26,7 @@ class Assumption:
     Attributes:
         slug: Name in results.
         sentence: The condition in English.
-        reason: Who keeps it: vLLM path and symbol.
+        reason: Who keeps it, at least once as `path.py, symbol` of vLLM.
         holds: The condition, for numbers and terms.
     """
 
@@ -56,8 +56,8 @@ SPECULATION_IN_RANGE = Assumption(
 AT_MOST_ONE_CHECKPOINT_BLOCK = Assumption(
     "at-most-one-checkpoint-block",
     "num_prefill_checkpoint_blocks is 0 or 1.",
-    "models/kimi_k3/nvidia/kda.py builds MambaSpec with int(alignment is not None); "
-    "single_type_kv_cache_manager.py, MambaManager asks only whether it is above 0",
+    "models/kimi_k3/nvidia/kda.py, num_prefill_checkpoint_blocks is int(alignment is not None); "
+    "v1/core/single_type_kv_cache_manager.py, MambaManager asks only whether it is above 0",
     lambda s: (
         (s.geometry.num_prefill_checkpoint_blocks >= CHECKPOINT_BLOCKS[0])
         & (s.geometry.num_prefill_checkpoint_blocks <= CHECKPOINT_BLOCKS[-1])
@@ -98,7 +98,7 @@ RETENTION_DECIDES_PREFILL_END = Assumption(
 PROMPT_HAS_TOKENS = Assumption(
     "prompt-has-tokens",
     "There is at least one token to prefill.",
-    "v1/engine/input_processor.py refuses an empty prompt; "
+    "v1/engine/input_processor.py, InputProcessor._validate_prompt_len refuses an empty prompt; "
     "v1/core/kv_cache_manager.py, KVCacheManager.allocate_slots: prefill_end",
     lambda s: s.prefill_length >= 1,
 )
@@ -127,6 +127,15 @@ TABLE_HOLDS_COMPUTED_STATE = Assumption(
     ),
 )
 
+RELEASE_IS_DENSE = Assumption(
+    "release-is-dense",
+    "prefill_end is 0: the release knows no sparse retention.",
+    "before 0.31.0 v1/core/single_type_kv_cache_manager.py, MambaManager takes no prefill_end; "
+    "from then on v1/core/kv_cache_coordinator.py, KVCacheCoordinator.get_num_blocks_to_allocate "
+    "passes it",
+    lambda s: s.call.prefill_end == 0,
+)
+
 #: In force for every family that has obligations.
 ASSUMPTIONS: tuple[Assumption, ...] = (
     HASH_DIVIDES_BLOCK,
@@ -140,3 +149,5 @@ ASSUMPTIONS: tuple[Assumption, ...] = (
     ADMISSION_STARTS_AT_ZERO,
     TABLE_HOLDS_COMPUTED_STATE,
 )
+#: In force besides, for trees whose estimator is not told where the prefill ends.
+OF_SOME_RELEASES: tuple[Assumption, ...] = (RELEASE_IS_DENSE,)

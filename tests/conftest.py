@@ -2,15 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
-from conformance.targets import resolve
+from conformance.replay import PROJECT_ROOT
+from conformance.targets import CORE_FILE, resolve
+from models.loader import CORE_MODULES
+
+CopyTree = Callable[..., Path]
+Capproof = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="session")
 def trees() -> Mapping[str, Path]:
     """Folders holding `vllm/`, by release: the one with vLLM #57050's fault, and its fix."""
     return {release: resolve(f"vllm=={release}").root for release in ("0.30.0", "0.31.0")}
+
+
+@pytest.fixture
+def copy_tree(trees: Mapping[str, Path], tmp_path: Path) -> CopyTree:
+    """Copies the KV-cache core of a release; edits replace text in its `MambaManager`, once."""
+
+    def copy(release: str, *edits: tuple[str, str], name: str = "tree") -> Path:
+        root = tmp_path / name
+        for module in CORE_MODULES:
+            file = Path(module.replace(".", "/") + ".py")
+            if (trees[release] / file).is_file():
+                (root / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(trees[release] / file, root / file)
+        for old, new in edits:
+            text = (root / CORE_FILE).read_text()
+            before, head, manager = text.partition("class MambaManager")
+            assert old in manager, old
+            (root / CORE_FILE).write_text(before + head + manager.replace(old, new, 1))
+        return root
+
+    return copy
+
+
+@pytest.fixture
+def own_cache(trees: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache that holds the trees of the environment's cache, and nothing else."""
+    cache = tmp_path / "own-cache"
+    cache.mkdir()
+    (cache / "trees").symlink_to(trees["0.31.0"].parent)
+    monkeypatch.setenv("CAPPROOF_CACHE", str(cache))
+    return cache
+
+
+@pytest.fixture
+def capproof() -> Capproof:
+    """Runs the real command line in a process of its own."""
+
+    def run(*arguments: str, cwd: Path = PROJECT_ROOT, **environment: str) -> object:
+        return subprocess.run(
+            [sys.executable, "-m", "conformance.cli", *arguments],
+            capture_output=True,
+            text=True,
+            cwd=cwd,
+            env={**os.environ, "PYTHONPATH": str(PROJECT_ROOT), **environment},
+            stdin=subprocess.DEVNULL,
+            timeout=120,
+        )
+
+    return run

@@ -1,0 +1,322 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models import smt
+from models.evaluate import Evaluator
+from models.lift import Exploration, explore, lifted_core, summary_of
+from models.predict import values_of, violated
+from models.prove import Counterexample, Obligation, Prover, Verdict, prove
+from models.smt import Answer, ModelMismatch, Question
+from spec.assumptions import ASSUMPTIONS, OF_SOME_RELEASES
+from spec.families import FAMILIES
+from spec.theorems import OBLIGATIONS, THEOREMS
+
+ROOT = Path(__file__).resolve().parent.parent
+RELEASES = ("0.30.0", "0.31.0")
+REFUTED = {
+    "0.30.0": {"exact-estimate", "bounded-demand", "matches-intended"},
+    "0.31.0": {"matches-intended"},
+}
+
+Proved = dict[str, list[Obligation]]
+Explored = dict[tuple[str, str, tuple[str, ...], bool], Exploration]
+
+
+@pytest.fixture(scope="module")
+def explored(trees: Mapping[str, Path]) -> Explored:
+    cores = {release: lifted_core(trees[release]) for release in RELEASES}
+    return {
+        (release, family, tags, eagle): explore(cores[release], family, tags, eagle=eagle)
+        for release in RELEASES
+        for family, tags in OBLIGATIONS
+        for eagle in (False, True)
+    }
+
+
+@pytest.fixture(scope="module")
+def proved(trees: Mapping[str, Path], explored: Explored) -> Proved:
+    def known(family: str, tags: tuple[str, ...], *, eagle: bool, release: str) -> Exploration:
+        return explored[release, family, tags, eagle]
+
+    return {
+        release: list(prove(trees[release], explorer=partial(known, release=release)))
+        for release in RELEASES
+    }
+
+
+def test_the_verdicts_of_the_fault_and_its_fix(proved: Proved) -> None:
+    """0.30.0 overcounts checkpoint steps; of 0.31.0 everything holds but the intended need."""
+    for release in RELEASES:
+        assert len(proved[release]) == len(OBLIGATIONS) * len(THEOREMS)
+        for obligation in proved[release]:
+            is_refuted = (
+                obligation.family == "checkpoint" and obligation.theorem in REFUTED[release]
+            )
+            expected = Verdict.REFUTED if is_refuted else Verdict.PROVED
+            assert obligation.verdict is expected, (release, obligation)
+            assert (obligation.counterexample is not None) is is_refuted
+            assert obligation.reason is None
+
+
+def test_a_counterexample_breaks_its_claim_in_plain_numbers(proved: Proved) -> None:
+    """Every refutation is a step of numbers that is in its family, fair, and breaks the claim."""
+    for release in RELEASES:
+        for obligation in proved[release]:
+            found = obligation.counterexample
+            if found is None:
+                continue
+            situation = found.situation
+            assert all(isinstance(value, int) for value in vars(situation.call).values())
+            assert FAMILIES[obligation.family].holds(situation) is True
+            assert all(assumption.holds(situation) is True for assumption in ASSUMPTIONS)
+            assert obligation.theorem in violated(situation, found.step)
+
+
+def test_a_counterexample_is_the_least(proved: Proved, explored: Explored) -> None:
+    """No counterexample has a smaller block size, or the same and fewer tokens."""
+    for release in RELEASES:
+        for obligation in proved[release]:
+            if obligation.counterexample is None:
+                continue
+            least = obligation.counterexample.situation
+            exploration = explored[release, "checkpoint", (), False]
+            question = Question(exploration.assumptions)
+            question.add(Prover(exploration).violation(THEOREMS[obligation.theorem]))
+            g = exploration.situation.geometry
+            same = g.num_speculative_blocks == least.geometry.num_speculative_blocks
+            fewer = g.num_speculative_blocks < least.geometry.num_speculative_blocks
+            smaller = same & (g.block_size < least.geometry.block_size)
+            assert question.ask(fewer | smaller).answer is Answer.UNSAT
+
+
+def test_a_core_is_enough(explored: Explored, proved: Proved) -> None:
+    """A proof goes through again with nothing but the assumptions that it says it used."""
+    for (release, family, tags, _), exploration in explored.items():
+        prover = Prover(exploration)
+        for obligation in proved[release]:
+            if (obligation.family, obligation.tags) != (family, tags):
+                continue
+            if obligation.verdict is Verdict.PROVED:
+                used = set(obligation.assumptions)
+                named = {k: v for k, v in exploration.assumptions.items() if k in used}
+                claim_fails = prover.violation(THEOREMS[obligation.theorem])
+                assert Question(named).ask(claim_fails).answer is Answer.UNSAT
+
+
+def test_a_proof_lists_what_it_builds_on(proved: Proved) -> None:
+    """What holds by how the variables are declared is listed; every slug has a record."""
+    known = {assumption.slug for assumption in (*ASSUMPTIONS, *OF_SOME_RELEASES)} | {"family"}
+    for release in RELEASES:
+        for obligation in proved[release]:
+            assert set(obligation.assumptions) <= known
+            assert {"nothing-external", "prompt-has-tokens"} <= set(obligation.assumptions)
+            has_table = obligation.family != "first"
+            assert ("table-holds-computed-state" in obligation.assumptions) is has_table
+            assert ("admission-starts-at-zero" in obligation.assumptions) is True
+
+
+def test_no_path_is_missing_without_the_completeness_proof(explored: Explored) -> None:
+    """The paths of an exploration cover what its assumptions allow, asked once more."""
+    for exploration in explored.values():
+        question = Question(exploration.assumptions)
+        question.add(*(smt.term.negation(path.condition) for path in exploration.paths))
+        assert question.ask().answer is Answer.UNSAT
+
+
+# ---- VACUOUS ------------------------------------------------------------------------------------
+
+
+def test_a_theorem_whose_witness_cannot_occur_is_vacuous(explored: Explored) -> None:
+    """A claim that holds, but never in the case that makes it interesting, is not PROVED."""
+    exploration = explored["0.31.0", "first", (), False]
+    theorem = replace(THEOREMS["no-undercount"], witness=lambda s, step: step.drawn >= 10)
+
+    assert Prover(exploration).settle(theorem).verdict is Verdict.VACUOUS
+
+
+def test_a_witness_that_only_the_solver_finds_counts(explored: Explored) -> None:
+    """A witness need not be among the paths' samples."""
+    exploration = explored["0.31.0", "first", (), False]
+    theorem = replace(
+        THEOREMS["no-undercount"], witness=lambda s, step: s.call.num_tokens_main_model == 123_457
+    )
+
+    assert Prover(exploration).settle(theorem).verdict is Verdict.PROVED
+
+
+def test_a_family_without_steps_is_vacuous(
+    trees: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where assumptions leave no step at all, nothing is proved."""
+    impossible = replace(FAMILIES["first"], holds=lambda s: s.call.num_tokens <= 0)
+    monkeypatch.setitem(FAMILIES, "first", impossible)
+
+    obligations = list(prove(trees["0.31.0"], families=["first"]))
+
+    assert {obligation.verdict for obligation in obligations} == {Verdict.VACUOUS}
+    assert all(obligation.reason for obligation in obligations)
+
+
+def test_a_step_that_always_raises_proves_nothing(copy_tree: Callable[..., Path]) -> None:
+    """Where every step raises, allocation is refuted and claims on its numbers are vacuous."""
+    line = "            checkpoint_block = int(request_id in self._checkpoints)\n"
+    root = copy_tree("0.31.0", (line, f"{line}            assert num_tokens < 0\n"))
+
+    verdicts = {o.theorem: o for o in prove(root, families=["first"]) if not o.tags}
+
+    assert verdicts["allocation-succeeds"].verdict is Verdict.REFUTED
+    counterexample = verdicts["allocation-succeeds"].counterexample
+    assert counterexample is not None
+    assert counterexample.step.raised == "AssertionError"
+    assert str(counterexample.raised_at).startswith("vllm/v1/core/single_type_kv_cache_manager.py:")
+    others = {o.verdict for slug, o in verdicts.items() if slug != "allocation-succeeds"}
+    assert others == {Verdict.VACUOUS}
+
+
+# ---- UNKNOWN and mismatches ---------------------------------------------------------------------
+
+
+def test_a_solver_that_gives_up_leaves_unknown(
+    explored: Explored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question beyond the budget is UNKNOWN with the budget, never a pass."""
+    monkeypatch.setattr(smt, "RESOURCE_LIMIT", 1)
+
+    part = Prover(explored["0.31.0", "running", (), False]).settle(THEOREMS["no-undercount"])
+
+    assert part.verdict is Verdict.UNKNOWN
+    assert "budget: 1 solver steps" in str(part.reason)
+
+
+def test_an_exploration_that_the_solver_cannot_finish_is_unknown(
+    trees: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not knowing whether paths are missing is the solver's limit, not the code's fault."""
+    monkeypatch.setattr(smt, "RESOURCE_LIMIT", 1)
+
+    obligations = list(prove(trees["0.31.0"], families=["running"]))
+
+    assert {obligation.verdict for obligation in obligations} == {Verdict.UNKNOWN}
+    assert all("paths may be missing" in str(o.reason) for o in obligations)
+
+
+def test_an_unknown_witness_is_unknown(explored: Explored, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the solver cannot find out whether the interesting case occurs, nothing is proved."""
+    prover = Prover(explored["0.31.0", "first", (), False])
+    theorem = replace(THEOREMS["no-undercount"], witness=lambda s, step: step.drawn >= 10)
+    ask = Question.ask
+    answers = iter((ask, lambda *_: smt.Result(Answer.UNKNOWN, reason="no idea")))
+    monkeypatch.setattr(Question, "ask", lambda self, *also: next(answers)(self, *also))
+
+    part = prover.settle(theorem)
+
+    assert (part.verdict, part.reason) == (Verdict.UNKNOWN, "witness: no idea")
+
+
+def test_a_model_that_python_does_not_confirm_never_leaves(
+    trees: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With comparisons encoded one off, proving stops instead of refuting."""
+    honest = smt._Encoder._split
+
+    def off_by_one(self: Any, x: Any) -> Any:
+        left, right = honest(self, x)
+        return left, right + 1
+
+    monkeypatch.setattr(smt._Encoder, "_split", off_by_one)
+
+    with pytest.raises(ModelMismatch):
+        list(prove(trees["0.30.0"], families=["first"]))
+
+
+def test_a_claim_that_is_wrong_for_one_number_is_refuted(explored: Explored) -> None:
+    """A proof is for all sizes: one exception anywhere is found, and is the counterexample."""
+    exploration = explored["0.31.0", "running", (), False]
+    theorem = replace(
+        THEOREMS["no-undercount"],
+        claim=lambda s, step, pool, need: s.call.num_tokens_main_model != 987_654,
+    )
+
+    part = Prover(exploration).settle(theorem)
+
+    assert part.verdict is Verdict.REFUTED
+    assert part.counterexample is not None
+    assert part.counterexample.situation.call.num_tokens_main_model == 987_654
+
+
+def test_the_exported_script_says_what_was_asked(explored: Explored) -> None:
+    """A proved theorem's script is unsatisfiable, a refuted one's is not."""
+    for release, slug, answer in (
+        ("0.31.0", "exact-estimate", "unsat"),
+        ("0.30.0", "exact-estimate", "sat"),
+    ):
+        script = Prover(explored[release, "checkpoint", (), False]).smtlib(THEOREMS[slug])
+        solver = smt.z3.SolverFor(smt.LOGIC)
+        solver.from_string(script)
+        assert str(solver.check()) == answer
+
+
+def test_a_selection_of_nothing_yields_nothing(trees: Mapping[str, Path]) -> None:
+    """Names that nothing has select no obligation."""
+    assert list(prove(trees["0.31.0"], families=["first"], theorems=["none"])) == []
+    assert list(prove(trees["0.31.0"], families=["none"])) == []
+
+
+# ---- the same everywhere ------------------------------------------------------------------------
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from models.prove import prove
+found = {}
+for root in map(Path, sys.argv[1:]):
+    for o in prove(root, families=["checkpoint"]):
+        c = o.counterexample
+        found[f"{root} {o.theorem}"] = (o.verdict.value, sorted(o.assumptions), repr(c))
+print(json.dumps(found))
+"""
+
+
+def test_another_process_and_another_order_find_the_same(trees: Mapping[str, Path]) -> None:
+    """Verdicts, cores and counterexamples do not depend on what was proved before, or on hashes."""
+    results = []
+    for roots, seed in ((RELEASES, "1"), (RELEASES[::-1], "2")):
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, *(str(trees[release]) for release in roots)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        results.append(json.loads(done.stdout))
+
+    for name in results[0]:
+        assert results[0][name][0] == results[1][name][0]
+        assert results[0][name][2] == results[1][name][2]
+
+
+def test_a_counterexample_is_what_the_summary_says(proved: Proved, explored: Explored) -> None:
+    """Evaluating the paths anew at a counterexample gives the step that it shows."""
+    for obligation in proved["0.30.0"]:
+        found = obligation.counterexample
+        if found is None:
+            continue
+        assert isinstance(found, Counterexample)
+        eagle = found.situation.geometry.drop_eagle_checkpoint_block
+        exploration = explored["0.30.0", "checkpoint", (), eagle]
+        values = {**values_of(found.situation), "has_checkpoint_before": False}
+        path = summary_of(exploration, values)
+        assert path is not None
+        assert Evaluator(values).number(path.step.estimate) == found.step.estimate

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from test_term import FORMULAS, NUMBERS, TERMS, VALUES, P, X, Y, Z, read_both
+
+from models import smt, term
+from models.evaluate import Evaluator
+from models.smt import Answer, ModelMismatch, Question
+
+
+def pinned(values: dict[str, Any]) -> list[Any]:
+    """Formulas that leave each variable one value."""
+    return [TERMS[name] == value for name, value in values.items()]
+
+
+@settings(max_examples=500, deadline=None)
+@given(NUMBERS | FORMULAS, VALUES)
+def test_the_solver_and_python_agree_on_a_term(expression: Any, values: dict[str, Any]) -> None:
+    """With every variable given, a term can have Python's value for the solver, and no other."""
+    expected, made, path = read_both(expression, values)
+    if expected is ZeroDivisionError:
+        return
+    question = Question()
+    question.add(*pinned(values), *path.literals)
+
+    assert question.ask(made == expected).answer is Answer.SAT
+    assert question.ask(made != expected).answer is Answer.UNSAT
+
+
+@settings(max_examples=200, deadline=None)
+@given(FORMULAS, VALUES)
+def test_a_model_is_a_model_in_python_too(expression: Any, values: dict[str, Any]) -> None:
+    """Every value that the solver proposes is one for which Python says the same."""
+    _, made, path = read_both(expression, values)
+    if made is ZeroDivisionError:
+        return
+    question = Question()
+    question.add(*path.literals)
+
+    result = question.ask(made)
+
+    if result.answer is Answer.SAT:
+        assert Evaluator(result.values).truth(made)
+
+
+def test_arrays_are_functions() -> None:
+    """Cells of one array at equal places are equal, and their values come back by place."""
+    here, there = term.cell("array", X), term.cell("array", Z)
+    question = Question()
+
+    assert question.ask(X == Z, here != there).answer is Answer.UNSAT
+    result = question.ask(X == 3, Z == 4, here == 10, there == 20)
+    assert result.values["array"] == {3: 10, 4: 20}
+
+
+def test_asking_leaves_no_trace() -> None:
+    """What is asked besides holds for that question only; what is added stays."""
+    question = Question()
+    question.add(X >= 1)
+
+    assert question.ask(X <= 0).answer is Answer.UNSAT
+    assert question.ask(X == 7).answer is Answer.SAT
+    question.add(X <= 0)
+    assert question.ask().answer is Answer.UNSAT
+
+
+def test_a_core_names_what_was_needed() -> None:
+    """A refutation names the formulas it used, and these alone refute."""
+    named = {"above": X >= 5, "unused": Y == 1, "below": X <= 3}
+
+    core = Question(named).ask().core
+
+    assert set(core) == {"above", "below"}
+    assert Question({slug: named[slug] for slug in core}).ask().answer is Answer.UNSAT
+
+
+def test_least_values_come_first_in_their_order() -> None:
+    """Among all models, the one with the least values in the given order is taken."""
+    question = Question()
+    question.add(Z + Y >= 6, Z >= 2)
+    start = question.ask(Y >= 50)
+
+    for order, least in (([Z, Y], {"z": 2, "y": 4}), ([Y, Z], {"y": 1, "z": 5})):
+        assert question.minimize(start.values, order) == least
+
+
+def test_least_values_keep_what_is_asked_besides() -> None:
+    """A condition given for one minimisation holds in what it returns."""
+    question = Question()
+    question.add(Z <= Y)
+    start = question.ask(Z >= 3)
+
+    values = question.minimize(start.values, [Z], Z >= 3)
+
+    assert values["z"] == 3
+
+
+def test_unknown_is_an_answer_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question that exceeds its budget is unknown, with the solver's words and the budget."""
+    monkeypatch.setattr(smt, "RESOURCE_LIMIT", 1)
+    cubes = X * X * X + Y * Y * Y == 3 * Z * Z * Z + 1
+
+    result = Question().ask(cubes, Y >= 10, X >= 10, (X * X) // Y == 7)
+
+    assert result.answer is Answer.UNKNOWN
+    assert "budget: 1 solver steps" in str(result.reason)
+
+
+@pytest.mark.parametrize("sabotage", ["le", "eq", "choice", "div"])
+def test_a_wrong_encoding_is_noticed(monkeypatch: pytest.MonkeyPatch, sabotage: str) -> None:
+    """A model of an encoding that says something else than the term is never handed out."""
+    honest_formula, honest_atom = smt._Encoder._encode, smt._Encoder._atom
+
+    def encode(self: Any, x: term.Bool) -> Any:
+        encoded = honest_formula(self, x)
+        return smt.z3.Not(encoded) if x.kind == sabotage else encoded
+
+    def atom(self: Any, uid: int) -> Any:
+        encoded = honest_atom(self, uid)
+        return encoded + 1 if term.ATOMS[uid].kind == sabotage else encoded
+
+    monkeypatch.setattr(smt._Encoder, "_encode", encode)
+    monkeypatch.setattr(smt._Encoder, "_atom", atom)
+    formula = {
+        "le": X <= 3,
+        "eq": X == 3,
+        "choice": term.choose(P, X, Z) == 4,
+        "div": X // Y == 4,
+    }[sabotage]
+
+    with pytest.raises(ModelMismatch):
+        Question().ask(formula)
+
+
+def test_a_script_says_the_same_question() -> None:
+    """The exported SMT-LIB script has the same answer as the question."""
+    for formula, answer in ((X // Y * Y + X % Y == X, "unsat"), (X // Y * Y == X, "sat")):
+        question = Question()
+        question.add(term.negation(formula))
+        solver = smt.z3.Solver()
+        solver.from_string(question.smtlib())
+        assert str(solver.check()) == answer
