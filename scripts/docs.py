@@ -1,7 +1,6 @@
 """Write the table of theorems and verdicts into README.md from the committed verdicts.
 
-    python scripts/docs.py           rewrite the table
-    python scripts/docs.py --check   exit with 1 where it is not current
+With ``--check`` nothing is written, and the exit status is 1 where the table is not current.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def table() -> str:
     """Return the table as Markdown: a row per theorem, a column per target and kind of step."""
     verdicts = json.loads(VERDICTS.read_text(encoding="utf-8"))["verdicts"]
     targets = list(verdicts)
-    lines = ["| theorem | claim | " + " | ".join(targets) + " |", "|---|---|" + "---|" * len(targets)]
+    lines = [f"| theorem | claim | {' | '.join(targets)} |", "|---|---|" + "---|" * len(targets)]
     for slug, theorem in THEOREMS.items():
         cells = [_cell(verdicts[target], slug) for target in targets]
         lines.append(f"| `{slug}` | {theorem.sentence} | " + " | ".join(cells) + " |")

@@ -1,0 +1,334 @@
+"""Measure what people wait for, and write it down.
+
+    python scripts/bench.py [--quick] [--ablations] [--write docs/benchmarks.md]
+
+Every figure is the median of several processes, with the least and the greatest beside it. The
+machine should be idle; nothing is asserted, and an aim that is missed is said to be missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import z3
+
+from conformance.replay import tier_environment
+from conformance.targets import resolve
+
+PROJECT_ROOT = Path(__file__).resolve().parent.parent
+WORKERS = Path(__file__).with_name("bench_workers.py")
+CAPPROOF = Path(sys.executable).with_name("capproof")
+FAULTY, FIXED = "vllm==0.30.0", "vllm==0.31.0"
+#: Seconds after which a measured process is stopped; "gave up" is a result too.
+PATIENCE_S = 60
+#: Seeds of the solver: its luck varies more than the machine does. Ablations take the first three.
+SEEDS = range(5)
+
+
+class Failed(Exception):
+    """A measured process did not do its work; one line saying what it said."""
+
+
+class GaveUp(Exception):
+    """A measured process was stopped."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Several measurements of one thing."""
+
+    values: tuple[float, ...]
+    unit: str = "s"
+
+    @property
+    def median(self) -> float:
+        """The one in the middle."""
+        return statistics.median(self.values)
+
+    def __str__(self) -> str:
+        low, high = min(self.values), max(self.values)
+        return f"{_number(self.median)} ({_number(low)} to {_number(high)}){_unit(self.unit)}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the first table: what was measured, and the aim it has."""
+
+    what: str
+    figure: Figure | str
+    aim: str = "-"
+    is_met: Callable[[float], bool] | None = None
+
+    def cells(self) -> list[str]:
+        """Return the line's cells."""
+        met = "-"
+        if self.is_met is not None and isinstance(self.figure, Figure):
+            met = "met" if self.is_met(self.figure.median) else "missed"
+        return [self.what, str(self.figure), self.aim, met]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _unit(unit: str) -> str:
+    return f" {unit}" if unit else ""
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+def run(command: Sequence[str | Path], environment: dict[str, str] | None = None) -> str:
+    """Run a process and return what it printed.
+
+    Raises:
+        Failed: It ended with a status other than 0 and 1 (a verdict that was not expected).
+        GaveUp: It took longer than `PATIENCE_S`.
+    """
+    path = os.pathsep.join(filter(None, [str(PROJECT_ROOT), os.environ.get("PYTHONPATH", "")]))
+    try:
+        process = subprocess.run(
+            list(map(str, command)),
+            capture_output=True,
+            text=True,
+            cwd=PROJECT_ROOT,
+            env=environment or {**os.environ, "PYTHONPATH": path},
+            timeout=PATIENCE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise GaveUp(f"gave up after {PATIENCE_S} s") from None
+    if process.returncode not in ((0,) if WORKERS in command else (0, 1)):
+        said = ["it said nothing", *process.stderr.strip().splitlines()]
+        raise Failed(f"{Path(command[0]).name}, exit status {process.returncode}: {said[-1]}")
+    return process.stdout
+
+
+def wall(*command: str | Path) -> float:
+    """Return the seconds from starting a process to its end."""
+    started = time.perf_counter()
+    run(command)
+    return time.perf_counter() - started
+
+
+def worker(*arguments: str | Path, environment: dict[str, str] | None = None) -> dict[str, Any]:
+    """Return the answer of `bench_workers.py`."""
+    answer = run([sys.executable, WORKERS, *arguments], environment)
+    found: dict[str, Any] = json.loads(answer.splitlines()[-1])
+    return found
+
+
+def several(count: int, measure: Callable[[], float], unit: str = "s") -> Figure:
+    """Measure a few times."""
+    return Figure(tuple(measure() for _ in range(count)), unit)
+
+
+# ---- what is measured ----------------------------------------------------------------------------
+
+
+def commands(count: int) -> Iterator[Row]:
+    """Yield what a person at a terminal waits for, from process start to its end."""
+    prove = [CAPPROOF, "prove", "--target"]
+    cold = [*prove, FIXED, "--no-cache"]
+    first = [*prove, FAULTY, "--no-cache", "--family", "checkpoint", "--theorem", "exact-estimate"]
+    for target in (FAULTY, FIXED):
+        resolve(target)  # fetches what is missing
+        wall(*prove, target)  # writes bytecode, and keeps the verdicts
+    yield Row(
+        "`capproof prove` of one release, all obligations, nothing kept from before",
+        several(count, lambda: wall(*cold)),
+        "20 s",
+        lambda seconds: seconds <= 20,
+    )
+    yield Row(
+        "the same when nothing changed",
+        several(count, lambda: wall(*prove, FIXED)),
+        "1 s",
+        lambda seconds: seconds <= 1,
+    )
+    yield Row(
+        "from process start to 0.30.0's first counterexample",
+        several(count, lambda: wall(*first)),
+        "2 s",
+        lambda seconds: seconds <= 2,
+    )
+
+
+def replays(count: int) -> Iterator[Row]:
+    """Yield steps per second on each tier, and what it takes to load the real code."""
+    root = resolve(FIXED).root
+    for tier, environment in (("core", None), ("vllm", tier_environment(root))):
+        try:
+            found = [worker("replay", root, tier, environment=environment) for _ in range(count)]
+        except (Failed, GaveUp) as error:
+            yield Row(f"replay, {tier} tier", f"could not run: {error}")
+            continue
+        rates = Figure(tuple(run["steps_per_second"] for run in found), "steps/s")
+        loading = Figure(tuple(run["loading"] for run in found))
+        aim = ("20,000 steps/s", lambda rate: rate >= 20_000) if tier == "core" else ("-", None)
+        yield Row(f"replay, {tier} tier", rates, *aim)
+        yield Row(f"loading the real code, {tier} tier", loading)
+
+
+def beside_hand_encoding(num_seeds: int) -> Iterator[Row]:
+    """Yield lifted and hand-encoded proof of the same theorems, and their ratio."""
+    for target in (FAULTY, FIXED):
+        release, root = target.removeprefix("vllm=="), resolve(target).root
+        runs = [worker("beside", root, release, str(seed)) for seed in range(num_seeds)]
+        for who, words in (("hand", "hand encoding"), ("lifted", "lifted, loading included")):
+            seconds = Figure(tuple(run[who]["seconds"] for run in runs))
+            solver = Figure(tuple(run[who]["solver"] for run in runs))
+            yield Row(f"{release}, {words}", seconds)
+            yield Row(f"{release}, {words}: of it in the solver", solver)
+        ratios = tuple(run["lifted"]["seconds"] / run["hand"]["seconds"] for run in runs)
+        yield Row(
+            f"{release}, lifted by hand-encoded",
+            Figure(ratios, ""),
+            "within 10 times",
+            lambda ratio: ratio <= 10,
+        )
+
+
+def stages(count: int) -> list[list[str]]:
+    """Return where the lifted prover's time goes, the largest part first."""
+    runs = [worker("stages", resolve(FIXED).root) for _ in range(count)]
+    parts = {name: Figure(tuple(run["stages"][name] for run in runs)) for name in runs[0]["stages"]}
+    total = sum(part.median for part in parts.values())
+    rows = sorted(parts.items(), key=lambda item: -item[1].median)
+    return [[name, str(part), f"{100 * part.median / total:.0f} %"] for name, part in rows]
+
+
+def ablations() -> list[list[str]]:
+    """Return what each idea brought: the same proofs with it switched off."""
+    root, rows = resolve(FIXED).root, []
+    for idea in worker("ideas"):
+        runs, stopped = [], ""
+        for seed in SEEDS[:3]:
+            try:
+                runs.append(worker("without", idea["slug"], root, str(seed)))
+            except GaveUp as error:
+                stopped = str(error)
+            except Failed as error:
+                stopped = f"could not run: {error}"
+            if stopped or runs[-1]["unsettled"]:
+                break
+        rows.append([idea["sentence"], idea["instead"], *_outcome(runs, stopped)])
+    return rows
+
+
+def _outcome(runs: Sequence[dict[str, Any]], stopped: str) -> list[str]:
+    if stopped:
+        return ["-", "-", "-", stopped]
+    seconds = Figure(tuple(run["seconds"] for run in runs))
+    solver = Figure(tuple(run["solver"] for run in runs))
+    unsettled = runs[-1]["unsettled"]
+    if not unsettled:
+        return [str(seconds), str(solver), str(runs[-1]["paths"]), "all settled"]
+    more = f", and {len(unsettled) - 1} more" if len(unsettled) > 1 else ""
+    return [str(seconds), str(solver), "-", f"open: {unsettled[0]}{more}"]
+
+
+# ---- the document --------------------------------------------------------------------------------
+
+
+def machine() -> str:
+    """Say what the figures were measured on."""
+    return (
+        f"{_processor()}, {os.cpu_count()} cores; Python {platform.python_version()}, "
+        f"z3 {z3.get_version_string()}, {platform.system()}"
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def sections(options: argparse.Namespace) -> Iterator[str]:
+    """Yield the document, section by section, as it is measured."""
+    count = 2 if options.quick else 5
+    processes = 1 if options.quick else 3
+    seeds = 2 if options.quick else len(SEEDS)
+    aims = ["", "median (least to greatest)", "aim", ""]
+    yield "# Benchmarks"
+    yield f"Written by `{_command(options)}`. Measured on {machine()}."
+    yield "## What one waits for"
+    yield f"From process start to its end, the tree already in the cache; runs: {count}."
+    yield table(aims, [row.cells() for row in commands(count)])
+    yield "## Replay"
+    yield (
+        "Random scenarios of two steps (an admission, then a chunk) on blocks of up to 32 tokens "
+        f"and a pool of 64, checks after each step included; processes: {processes}."
+    )
+    yield table(aims, [row.cells() for row in replays(processes)])
+    yield "## Beside a hand encoding"
+    yield (
+        "`scripts/hand_encoding.py` transcribes both releases' functions into z3, block counts "
+        "only, S symbolic, and states seven theorems of the same four kinds of step. Both in one "
+        f"process, processor time, imports left out; {seeds} seeds of the solver, a process each. "
+        "The lifted side also loads the tree, shows that no path is missing, finds a witness for "
+        "each proof and the least counterexample for each refutation; the hand encoding does none "
+        "of it."
+    )
+    yield table(aims, [row.cells() for row in beside_hand_encoding(seeds)])
+    yield "## Where the lifted prover's time goes"
+    yield f"All obligations of 0.31.0, processor time; processes: {processes}."
+    yield table(["part", "median (least to greatest)", "share"], stages(processes))
+    if options.ablations:
+        yield "## What helped, and by how much"
+        yield (
+            "All obligations of 0.31.0 with one idea switched off, processor time, the median of "
+            f"{len(SEEDS[:3])} seeds of the solver (one where something stayed open)."
+        )
+        head = ["idea", "instead", "seconds", "of it in the solver", "paths", "outcome"]
+        yield table(head, ablations())
+
+
+def _command(options: argparse.Namespace) -> str:
+    flags = [f"--{name}" for name in ("quick", "ablations") if getattr(options, name)]
+    target = ["--write", str(options.write)] if options.write else []
+    return " ".join(["python scripts/bench.py", *flags, *target])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer runs, under a minute")
+    parser.add_argument("--ablations", action="store_true", help="also switch ideas off")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the markdown there")
+    options = parser.parse_args()
+    document = []
+    try:
+        for section in sections(options):
+            print(section, end="\n\n", flush=True)
+            document.append(section)
+    except (Failed, GaveUp) as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.write:
+        options.write.write_text("\n\n".join(document) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
