@@ -31,6 +31,9 @@ METHODS = {
 #: names that releases give them (the second is 0.29.0's); before 0.29.0 there are none.
 PENDING_CHECKPOINTS = ("_checkpoints", "_num_checkpoint_blocks")
 
+#: Private attribute of a manager that holds the column to free next, by request.
+COLUMN_TO_RETIRE = "last_state_block_idx"
+
 
 class DriverError(Exception):
     """The step cannot be run, through no doing of the code under test; one line."""

@@ -435,20 +435,23 @@ def _ctrl_c_ends_at_once() -> Iterator[None]:
 def _in_parallel(
     trees: Sequence[Tree], selection: Any, use_cache: bool, jobs: int
 ) -> list[list[dict[str, Any]]]:
+    from multiprocessing import resource_tracker
+
     import joblib
 
     from conformance.obligations import settle
 
     work = [joblib.delayed(settle)(tree, selection, use_cache=use_cache) for tree in trees]
-    # Workers inherit this, so that Ctrl-C ends this process in one line, and it ends them.
-    ours = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource_tracker.ensure_running()  # starting it later would unblock the signal
+    # Workers inherit the mask, so that Ctrl-C ends this process in one line, and it ends them.
+    others = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         parallel = joblib.Parallel(
             n_jobs=min(jobs, len(trees)), return_as="generator", pre_dispatch="all"
         )
         found = parallel(work)
     finally:
-        signal.signal(signal.SIGINT, ours)
+        signal.pthread_sigmask(signal.SIG_SETMASK, others)
     return list(found)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.bindings import (
+    COLUMN_TO_RETIRE,
     PENDING_CHECKPOINTS,
     BindingError,
     Bindings,
@@ -169,8 +170,10 @@ class RequestUnderTest:
         manager, pool = self.manager, self.pool
         arguments = {name: getattr(call, name) for name in self._bindings.estimator_call_fields}
         dry_run = estimate = drawn = left_state = None
+        retired_before, is_new_columns = self._column_to_retire(), False
         try:
             manager.remove_skipped_blocks(REQUEST_ID, call.total_computed_tokens)
+            num_columns = len(self._table())
             before = self._watched_state() if watch_dry_run else None
             try:
                 dry_run = self._estimate(arguments, is_dry_run=True)
@@ -180,8 +183,10 @@ class RequestUnderTest:
             estimate = self._estimate(arguments, is_dry_run=False)
             occupied = self._occupy(estimate if exactly_the_estimate else free_blocks)
             self.free_at_allocation = pool.get_num_free_blocks()
+            retired_before = self._column_to_retire()
             try:
-                self._allocate(call)
+                returned = [*map(_block_id, self._allocate(call))]
+                is_new_columns = returned == [*map(_block_id, self._table()[num_columns:])]
             finally:
                 free = pool.get_num_free_blocks()
                 drawn = self.free_at_allocation - free
@@ -201,6 +206,11 @@ class RequestUnderTest:
             table_length=len(self._table()),
             dry_run_left_state=left_state,
             tail_is_held=self._tail_is_held(),
+            **self._pending_checkpoint(),
+            returned_new_columns=is_new_columns,
+            no_block_is_twice=self._no_block_is_twice(),
+            column_to_retire_before=retired_before,
+            column_to_retire=self._column_to_retire(),
             raised=None if self.exception is None else type(self.exception).__name__,
         )
 
@@ -240,11 +250,33 @@ class RequestUnderTest:
             **arguments,
         )
 
-    def _allocate(self, call: Call) -> None:
+    def _allocate(self, call: Call) -> Sequence[Any]:
         names = self._bindings.allocator_call_fields
-        self.manager.allocate_new_blocks(
+        new_blocks: Sequence[Any] = self.manager.allocate_new_blocks(
             request_id=REQUEST_ID, **{name: getattr(call, name) for name in names}
         )
+        return new_blocks
+
+    def _pending_checkpoint(self) -> dict[str, Any]:
+        """The pending checkpoint's fields of a `Step`; 0.29.0 keeps a count, not a position."""
+        pending = getattr(self.manager, PENDING_CHECKPOINTS[0], {}).get(REQUEST_ID)
+        if pending is None:
+            return {"checkpoint_is_pending": False}
+        (position, column), table = pending, self._table()
+        return {
+            "checkpoint_is_pending": True,
+            "checkpoint_position": position,
+            "checkpoint_column": column,
+            "checkpoint_block_is_held": 0 <= column < len(table) and not table[column].is_null,
+        }
+
+    def _column_to_retire(self) -> int:
+        column: int = getattr(self.manager, COLUMN_TO_RETIRE, {}).get(REQUEST_ID, -1)
+        return column
+
+    def _no_block_is_twice(self) -> bool:
+        ids = [block.block_id for block in self._table() if not block.is_null]
+        return len(ids) == len(set(ids))
 
     def _occupy(self, free_blocks: int | None) -> list[Any]:
         """Take blocks from the pool until `free_blocks` are free (0 where that is negative)."""

@@ -21,7 +21,7 @@ from models.evaluate import Evaluator
 from models.lift import Exploration, PathSummary
 from models.predict import LiftedTree, after, obligation_of, violated
 from models.prove import MANAGER, Counterexample, Obligation, Prover, in_numbers
-from spec.families import reserves_checkpoint, tags_of
+from spec.families import checkpoint_position, reserves_checkpoint, tags_of
 from spec.logic import negation
 from spec.theorems import THEOREMS
 from spec.vocabulary import Call, Geometry, Situation, Step
@@ -175,7 +175,15 @@ def _step(situation: Situation) -> ScenarioStep:
         why=why,
         call=call,
         prefill_length=situation.prefill_length,
-        expect=Expect(need=intended.need(situation), table_length=intended.table_length(situation)),
+        expect=Expect(
+            need=intended.need(situation),
+            table_length=intended.table_length(situation),
+            checkpoint=(
+                (checkpoint_position(situation), intended.checkpoint_column(situation))
+                if reserves_checkpoint(situation)
+                else None
+            ),
+        ),
     )
 
 
@@ -344,6 +352,8 @@ def _of_path(
         yield _request(exploration, greatest), "greatest tokens"
     for edge in _around_boundaries(request):
         yield edge, "block or hash boundary near the least tokens"
+    for edge in _around_prefill_end(request):
+        yield edge, "end of the prefill near the least tokens"
 
 
 def _is_reached(exploration: Exploration) -> Any:
@@ -401,6 +411,15 @@ def _around_boundaries(request: Request) -> Iterator[Request]:
             if near > start:
                 length = near if request.is_sparse else 0
                 yield replace(request, chunks=(*request.chunks[:-1], near), prefill_length=length)
+
+
+def _around_prefill_end(request: Request) -> Iterator[Request]:
+    """Under sparse retention: the chunk ends the prefill, or stops one token short of it."""
+    *_, last = request.situations()
+    if reserves_checkpoint(last):
+        for missing in (0, 1):
+            length = request.chunks[-1] + missing
+            yield replace(request, is_sparse=True, prefill_length=length)
 
 
 def _request(exploration: Exploration, values: Mapping[str, Any]) -> Request:

@@ -68,6 +68,33 @@ RELATIONS: dict[str, _Relation] = {
         "table_ends_with_running_state_and_speculative_blocks",
         (_COMPLETED, "assert step.table_length == table_length", "assert step.tail_is_held"),
     ),
+    "checkpoint-recorded": _Relation(
+        "checkpoint_is_pending_exactly_after_a_step_that_keeps_one",
+        (
+            _COMPLETED,
+            "assert step.checkpoint_is_pending == (checkpoint is not None)",
+            "if checkpoint is not None:",
+            "    assert (step.checkpoint_position, step.checkpoint_column) == checkpoint",
+            "    assert step.checkpoint_block_is_held",
+        ),
+    ),
+    "new-columns-returned": _Relation(
+        "step_returns_the_blocks_of_the_columns_that_it_adds",
+        (_COMPLETED, "assert step.returned_new_columns"),
+    ),
+    "no-block-twice": _Relation(
+        "no_block_stands_in_two_columns", (_COMPLETED, "assert step.no_block_is_twice")
+    ),
+    "retirement-recorded": _Relation(
+        "column_of_the_state_that_the_step_started_from_is_the_next_to_free",
+        (
+            _COMPLETED,
+            "column_of_state = -(-computed // geometry.block_size) - 1",
+            "adds_columns = computed > 0 and (end - 1) // geometry.block_size > column_of_state",
+            "recorded = column_of_state if adds_columns else step.column_to_retire_before",
+            "assert step.column_to_retire == recorded",
+        ),
+    ),
 }
 
 
@@ -134,6 +161,7 @@ def _row(scenario: Scenario, slug: str, targets: Sequence[str]) -> dict[str, Any
         _number(scenario.num_gpu_blocks),
         str(last.expect.need),
         _number(last.expect.table_length or 0),
+        "None" if last.expect.checkpoint is None else _tuple(last.expect.checkpoint),
     )
     return {
         "name": scenario.name,

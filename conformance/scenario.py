@@ -44,6 +44,8 @@ class Expect:
     """Blocks that the step needs when own blocks are reused."""
     table_length: int | None = None
     """Columns of the request's block table after the step."""
+    checkpoint: tuple[int, int] | None = None
+    """Position (tokens) and column of the internal checkpoint that the step keeps; None: none."""
 
 
 @dataclass(frozen=True)
@@ -367,7 +369,16 @@ def _parse_step(field: _Field) -> ScenarioStep:
 def _parse_expect(field: _Field) -> Expect:
     names = [item.name for item in fields(Expect)]
     content = field.object(names, optional=names)
-    return Expect(**{name: item.or_none(item.integer) for name, item in content.items()})
+    checkpoint = content.pop("checkpoint", _Field(None))
+    numbers = {name: item.or_none(item.integer) for name, item in content.items()}
+    return Expect(**numbers, checkpoint=checkpoint.or_none(lambda: _parse_checkpoint(checkpoint)))
+
+
+def _parse_checkpoint(field: _Field) -> tuple[int, int]:
+    items = field.items()
+    if len(items) != 2:
+        raise field.refuse("expected a position and a column")
+    return items[0].integer(), items[1].integer()
 
 
 def _parse_predicted(field: _Field) -> dict[str, Prediction]:

@@ -312,9 +312,8 @@ class Pending(dict[str, Any]):
 
     def pop(self, key: str, default: Any = _ABSENT) -> Any:
         """`dict.pop`."""
-        is_in = self._is_in(key)
-        self.present = False
-        if is_in:
+        if self._is_in(key):
+            self.present = False
             return self._known_value()
         if default is _ABSENT:
             raise KeyError(key)

@@ -29,6 +29,16 @@ def table_length(s: Situation) -> IntLike:
     return columns + s.geometry.num_speculative_blocks
 
 
+def checkpoint_column(s: Situation) -> IntLike:
+    """Return the column of the step's internal checkpoint, if it keeps one.
+
+    The one before the running state: the greatest hash boundary below the step's end lies there, or
+    the running state would be taken for the checkpoint's.
+    vLLM: `MambaManager.get_num_blocks_to_allocate`, `checkpoint_idx`.
+    """
+    return state_columns(s.call.num_tokens_main_model, s.geometry.block_size) - 2
+
+
 def need_of_admission(s: Situation) -> IntLike:
     """Return the blocks needed by a request that has none.
 

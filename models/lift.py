@@ -7,13 +7,15 @@ such sample, the paths are all there is. That last answer is part of the proof.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
 from models import smt, term
 from models.containers import (
+    FIRST_FRESH_ID,
     Block,
     Log,
     Members,
@@ -51,10 +53,17 @@ _RAISED_BY_MODELS = (LookupError, ArithmeticError, ValueError)
 #: More likely the lifter's doing than the tree's.
 _NO_OUTCOMES = (TypeError, AttributeError, NameError, RecursionError, MemoryError)
 #: Per-request state whose content is known in every step of the families, by attribute: the table
-#: and the pending checkpoint are symbolic, a request with a table was allocated blocks, and one
-#: without hits (see the families) has no partial hit. Other state may be anything.
+#: and the records of a pending checkpoint and of the column to retire are symbolic, a request with
+#: a table was allocated blocks, and one without hits (see the families) has no partial hit. Other
+#: state may be anything.
 _KNOWN_STATE = frozenset(
-    {"req_to_blocks", "_checkpoints", "_allocated_block_reqs", "_partial_hit_reqs"}
+    {
+        "req_to_blocks",
+        "_checkpoints",
+        "last_state_block_idx",
+        "_allocated_block_reqs",
+        "_partial_hit_reqs",
+    }
 )
 #: Parts of a manager that are no state of it, or that the situation says.
 _NO_STATE = frozenset({"kv_cache_spec", "block_pool", "_null_block", "drop_eagle_checkpoint_block"})
@@ -76,11 +85,13 @@ class PathSummary:
         condition: Holds exactly where the step runs this way, given the assumptions.
         step: What is seen of it, as terms.
         raised_at: `file:line` in the tree where the step raised, None where it did not.
+        decisions: The parts of the condition, in the order in which the code asked.
     """
 
     condition: BoolLike
     step: Step
     raised_at: str | None = None
+    decisions: tuple[BoolLike, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,6 +185,8 @@ def explore(
     samples: list[Mapping[str, Any]] = []
     while True:
         result = question.ask()
+        if result.answer is smt.Answer.UNKNOWN:
+            result = _side_by_side(assumptions, paths)
         if result.answer is smt.Answer.UNSAT:
             return Exploration(
                 situation,
@@ -191,6 +204,25 @@ def explore(
         paths.append(summary)
         samples.append(result.values)
         question.add(term.negation(summary.condition))
+
+
+def _side_by_side(assumptions: Mapping[str, BoolLike], paths: Sequence[PathSummary]) -> smt.Result:
+    """Ask whether paths are missing decision by decision, where asking at once was too hard.
+
+    Code decides alike after equal decisions, so whatever lies on no path lies on the side of some
+    decision that no path took; each such side is a question of its own.
+    """
+    taken = {path.decisions[: i + 1] for path in paths for i in range(len(path.decisions))}
+    untaken = dict.fromkeys((*before, term.negation(last)) for *before, last in taken)
+    question = smt.Question(assumptions)
+    core: dict[str, None] = {}
+    for side in untaken:
+        if side not in taken:
+            result = question.ask(*side)
+            if result.answer is not smt.Answer.UNSAT:
+                return result
+            core.update(dict.fromkeys(result.core))
+    return smt.Result(smt.Answer.UNSAT, core=tuple(core))
 
 
 def _assumptions(
@@ -272,7 +304,8 @@ def _run(
         if not _is_outcome(core, error):
             raise _not_understood(core, error) from error
         step, raised_at = run.failed(error), core.location(error)
-    return PathSummary(term.conjunction(path.literals), step, raised_at)
+    decisions = tuple(path.literals)
+    return PathSummary(term.conjunction(decisions), step, raised_at, decisions)
 
 
 def _not_understood(core: Core, error: BaseException, doing: str = "") -> NotUnderstood:
@@ -331,6 +364,7 @@ class _StepRun:
         self.dry_run: IntLike = 0
         self.estimate: IntLike = 0
         self.dry_run_left_state: BoolLike = True
+        self._let_checkpoint_be_any()
         if not isinstance(situation.table_length, int):
             self._give_table()
 
@@ -341,9 +375,12 @@ class _StepRun:
         self.dry_run = self._estimate(call, dry=True)
         self.dry_run_left_state = self._state() == before
         self.estimate = self._estimate(call, dry=False)
-        self.manager.allocate_new_blocks(REQUEST, call.num_tokens, call.num_tokens_main_model)
-        table = self.manager.req_to_blocks[REQUEST]
-        table = Table.of(table) if isinstance(table, list) else table
+        retired_before = self._column_to_retire()
+        returned = _as_table(
+            self.manager.allocate_new_blocks(REQUEST, call.num_tokens, call.num_tokens_main_model)
+        )
+        table = _as_table(self.manager.req_to_blocks[REQUEST])
+        pending, position, column = self._pending_checkpoint()
         return Step(
             dry_run=self.dry_run,
             estimate=self.estimate,
@@ -351,6 +388,14 @@ class _StepRun:
             table_length=table.length,
             dry_run_left_state=self.dry_run_left_state,
             tail_is_held=_tail_is_held(table, self.situation.geometry.num_speculative_blocks),
+            checkpoint_is_pending=pending,
+            checkpoint_position=position,
+            checkpoint_column=column,
+            checkpoint_block_is_held=_holds_block(table, column),
+            returned_new_columns=_are_columns(returned, table, self.situation.table_length),
+            no_block_is_twice=_no_block_is_twice(self.situation, table),
+            column_to_retire_before=retired_before,
+            column_to_retire=self._column_to_retire(),
         )
 
     def failed(self, error: Exception) -> Step:
@@ -387,13 +432,81 @@ class _StepRun:
         for name in parts.keys() - _KNOWN_STATE:
             parts[name] = state_of_earlier_steps(name, parts[name])
         self.manager.req_to_blocks[REQUEST] = _table_before(self.situation)
-        if "_checkpoints" in parts:
+        self._let_checkpoint_be_any()
+        if "last_state_block_idx" in parts:
+            parts["last_state_block_idx"] = Pending(
+                REQUEST,
+                term.bool_var("has_column_to_retire_before"),
+                term.int_var("column_to_retire_before", 0),
+                name="last_state_block_idx",
+            )
+
+    def _let_checkpoint_be_any(self) -> None:
+        """An estimate whose check fails leaves its checkpoint behind, so even an admission may."""
+        if "_checkpoints" in vars(self.manager):
             left_over = term.int_var("checkpoint_before", 1), term.int_var("column_before", 0)
             present = term.bool_var("has_checkpoint_before")
             self.manager._checkpoints = Pending(REQUEST, present, left_over)
 
+    def _pending_checkpoint(self) -> tuple[BoolLike, IntLike, IntLike]:
+        pending = vars(self.manager).get("_checkpoints")
+        if pending is None or pending.present is False:
+            return False, 0, 0
+        position, column = pending.value
+        return pending.present, position, column
+
+    def _column_to_retire(self) -> IntLike:
+        record = vars(self.manager).get("last_state_block_idx")
+        if record is None or record.present is False:
+            return -1
+        column: IntLike = term.choose(record.present, record.value, -1)
+        return column
+
     def _state(self) -> Any:
         return _frozen([vars(self.manager), vars(self.pool)])
+
+
+def _as_table(blocks: Any) -> Table:
+    return Table.of(blocks) if isinstance(blocks, list) else blocks
+
+
+def _holds_block(table: Table, column: IntLike) -> BoolLike:
+    inside = term.conjunction((column >= 0, column < table.length))
+    return term.conjunction((inside, term.negation(table.column(column).is_null)))
+
+
+def _are_columns(returned: Table, table: Table, first: IntLike) -> BoolLike:
+    """Whether ``returned`` is the table's columns from ``first`` on, at any index."""
+    index = term.int_var("some_column", 0)
+    same = returned.column(index).is_same_block(table.column(first + index))
+    at_index = term.disjunction((index >= returned.length, same))
+    return term.conjunction((returned.length == table.length - first, at_index))
+
+
+def _no_block_is_twice(situation: Situation, table: Table) -> BoolLike:
+    """Whether any two columns hold different blocks, if any two of the table before did.
+
+    The premise is said of the columns that the two may come from: themselves, and the speculative
+    blocks, which move.
+    """
+    first, second = term.int_var("first_column", 0), term.int_var("second_column", 0)
+    a, b = table.column(first), table.column(second)
+    differ = term.disjunction((a.is_null, term.negation(a.is_same_block(b))))
+    premise = [first < second, second < table.length, *_distinct_before(situation, first, second)]
+    return term.disjunction((term.negation(term.conjunction(premise)), differ))
+
+
+def _distinct_before(situation: Situation, *columns: IntLike) -> Iterator[BoolLike]:
+    if isinstance(situation.table_length, int):
+        return
+    table = _table_before(situation)
+    speculative = range(1, SPECULATIVE_BLOCKS[-1] + 1)
+    sources = [*columns, *(situation.table_length - behind for behind in speculative)]
+    for source in sources:
+        yield table.column(source).block_id < FIRST_FRESH_ID
+    for one, other in itertools.combinations(sources, 2):
+        a, b = table.column(one), table.column(other)
+        yield term.disjunction((one == other, a.is_null, term.negation(a.is_same_block(b))))
 
 
 def _require(core: Core, parts: Mapping[str, Any], *names: str) -> None:

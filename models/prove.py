@@ -36,6 +36,7 @@ SCOPE = (
 #: Order in which a counterexample's values are made least; what is left out does not matter to it.
 _LEAST_FIRST = (
     "has_checkpoint_before",
+    "has_column_to_retire_before",
     "num_prefill_checkpoint_blocks",
     "num_speculative_blocks",
     "prefill_end",

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from spec.families import reserves_checkpoint
-from spec.logic import cdiv, count, implies, negation
+from spec.families import checkpoint_position, reserves_checkpoint
+from spec.logic import cdiv, choose, count, implies, negation
 from spec.vocabulary import BoolLike, IntLike, Situation, Step
 
 #: Families that have obligations so far, with the tags that are told apart.
@@ -85,6 +85,26 @@ def _bound(s: Situation, step: Step) -> IntLike:
 
 def _check_passes(step: Step, pool: Pool) -> BoolLike:
     return step.estimate + pool.watermark_blocks <= pool.num_free_blocks - pool.reserved_blocks
+
+
+def _checkpoint_is_recorded(s: Situation, step: Step) -> BoolLike:
+    reserved = reserves_checkpoint(s)
+    column = cdiv(s.call.num_tokens_main_model, s.geometry.block_size) - 2
+    as_reserved = (
+        (step.checkpoint_position == checkpoint_position(s))
+        & (step.checkpoint_column == column)
+        & step.checkpoint_block_is_held
+    )
+    return (negation(reserved) & negation(step.checkpoint_is_pending)) | (
+        reserved & step.checkpoint_is_pending & as_reserved
+    )
+
+
+def _retirement_is_recorded(s: Situation, step: Step) -> BoolLike:
+    column_of_state = s.table_length - 1 - s.geometry.num_speculative_blocks
+    moves_on = (s.table_length > 0) & (step.table_length > s.table_length)
+    recorded = choose(moves_on, column_of_state, step.column_to_retire_before)
+    return step.column_to_retire == recorded
 
 
 def _state_is_kept(s: Situation, step: Step) -> BoolLike:
@@ -180,6 +200,47 @@ THEOREMS: dict[str, Theorem] = {
             lambda s, step, pool, need: _state_is_kept(s, step),
             _draws,
             "induction for the assumption table-holds-computed-state",
+        ),
+        Theorem(
+            "checkpoint-recorded",
+            "A checkpoint is pending exactly after a step that keeps one, at its position, in the "
+            "column before the running state, which holds a block.",
+            "Unsat iff the pending checkpoint of every step is the intended one; a model is a step "
+            "that records another, or one too many, or none.",
+            lambda s, step, pool, need: _checkpoint_is_recorded(s, step),
+            _draws,
+            "v1/core/single_type_kv_cache_manager.py, MambaManager._cache_partial_tail_block reads "
+            "what the estimator recorded",
+        ),
+        Theorem(
+            "new-columns-returned",
+            "A step returns the blocks of exactly the columns that it adds.",
+            "Unsat iff what every step returns is its new columns; a model is a step after which "
+            "the worker's table differs from the manager's.",
+            lambda s, step, pool, need: step.returned_new_columns,
+            _draws,
+            "v1/core/sched/scheduler.py: the worker appends what allocate_slots returns",
+        ),
+        Theorem(
+            "no-block-twice",
+            "No block stands in two columns of the request's table.",
+            "Unsat iff every step leaves a table without a block in two columns, if it found one "
+            "so; a model is a step that lists a block twice.",
+            lambda s, step, pool, need: step.no_block_is_twice,
+            _draws,
+            "v1/core/single_type_kv_cache_manager.py, MambaManager._relocate_speculative_block: "
+            "freeing a request frees every column",
+        ),
+        Theorem(
+            "retirement-recorded",
+            "A running request's step that adds columns records the column of the state it started "
+            "from as the next to free, and no other step changes the record.",
+            "Unsat iff the record after every step is that column, or the one before; a model is a "
+            "step after which another block would be freed, or none.",
+            lambda s, step, pool, need: _retirement_is_recorded(s, step),
+            _draws,
+            "v1/core/single_type_kv_cache_manager.py, MambaManager.remove_skipped_blocks frees the "
+            "recorded column",
         ),
     )
 }

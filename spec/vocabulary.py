@@ -88,6 +88,23 @@ class Step:
     """Whether pool, hash map, tables and pending checkpoints were the same after the dry run."""
     tail_is_held: BoolLike = True
     """Whether the table's last 1 + S blocks are not null and its last S can be moved."""
+    checkpoint_is_pending: BoolLike = False
+    """Whether the step left an internal checkpoint to be written by its forward pass."""
+    checkpoint_position: IntLike = 0
+    """Tokens after which the pending checkpoint's state is taken; of no meaning without one."""
+    checkpoint_column: IntLike = 0
+    """Column that the pending checkpoint is written to; of no meaning without one."""
+    checkpoint_block_is_held: BoolLike = True
+    """Whether that column exists and its block is not null."""
+    returned_new_columns: BoolLike = True
+    """Whether the step returned the blocks of the columns that it added, in their order."""
+    no_block_is_twice: BoolLike = True
+    """Whether no block stands in two columns of the table, if none did before."""
+    column_to_retire_before: IntLike = -1
+    """Column recorded before the step as the one to free once the running state has moved on;
+    -1 is none."""
+    column_to_retire: IntLike = -1
+    """The same after the step."""
     raised: str | None = None
     """Name of the exception type that ended the step, None where it went through."""
     num_evictable_hits: IntLike = 0

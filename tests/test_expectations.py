@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from conformance import expectations as module
+from conformance.expectations import EXPECTABLE, expectations, expected, where
+from conformance.targets import KNOWN_RELEASES
+from spec.theorems import OBLIGATIONS, THEOREMS
+
+
+def test_only_what_can_be_expected_is_expected() -> None:
+    """UNKNOWN, UNSUPPORTED and VACUOUS are never as expected."""
+    assert set(expectations().values()) <= {"PROVED", "REFUTED", "NOT_APPLICABLE"}
+    assert set(EXPECTABLE) == {"PROVED", "REFUTED", "NOT_APPLICABLE"}
+
+
+def test_expectations_are_about_obligations_that_exist() -> None:
+    """A misspelt family or theorem would expect nothing of anything."""
+    families = {where(family, tags) for family, tags in OBLIGATIONS}
+
+    for target, manager, family, theorem in expectations():
+        assert target.removeprefix("vllm==") in KNOWN_RELEASES
+        assert manager == "mamba-align"
+        assert family in families
+        assert theorem in THEOREMS
+
+
+@pytest.mark.parametrize("release", KNOWN_RELEASES)
+def test_every_obligation_of_a_known_release_is_expected_to_come_to_something(
+    release: str,
+) -> None:
+    """A new theorem or family is not left without an expectation."""
+    for family, tags in OBLIGATIONS:
+        for theorem in THEOREMS:
+            assert expected(f"vllm=={release}", "mamba-align", where(family, tags), theorem)
+
+
+def test_the_fault_and_its_fix_are_expected() -> None:
+    """What vLLM PR 57050 changed is what the two releases differ in."""
+    differing = {
+        (family, theorem)
+        for (target, _, family, theorem), verdict in expectations().items()
+        if target == "vllm==0.30.0"
+        and verdict != expected("vllm==0.31.0", "mamba-align", family, theorem)
+    }
+
+    assert differing == {("checkpoint", "exact-estimate"), ("checkpoint", "bounded-demand")}
+
+
+def test_a_path_has_no_expectations() -> None:
+    """Nothing is known in advance of a tree on this machine."""
+    assert expected("path:/somewhere", "mamba-align", "first", "no-undercount") is None
+
+
+@pytest.mark.parametrize("verdict", ["UNKNOWN", "UNSUPPORTED", "VACUOUS", "proved"])
+def test_a_verdict_that_cannot_be_expected_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verdict: str
+) -> None:
+    """The file itself cannot turn a missing verdict into a pass."""
+    file = tmp_path / "expectations.toml"
+    file.write_text(
+        f'[[expect]]\ntargets = ["t"]\nmanager = "m"\nfamilies = ["f"]\ntheorems = ["t"]\n'
+        f'verdict = "{verdict}"\n'
+    )
+    monkeypatch.setattr(module, "EXPECTATIONS_FILE", file)
+
+    with pytest.raises(ValueError, match="cannot be expected"):
+        expectations.__wrapped__()
+
+
+def test_later_tables_override_earlier_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rule is stated first and its exceptions after it."""
+    table = '[[expect]]\ntargets = ["t"]\nmanager = "m"\nfamilies = ["f"]\ntheorems = ["t"]\n'
+    file = tmp_path / "expectations.toml"
+    file.write_text(f'{table}verdict = "PROVED"\n{table}verdict = "REFUTED"\n')
+    monkeypatch.setattr(module, "EXPECTATIONS_FILE", file)
+
+    assert expectations.__wrapped__() == {("t", "m", "f", "t"): "REFUTED"}
+
+
+def test_a_family_with_tags_is_one_word() -> None:
+    """Families with and without tags are told apart in expectations and output."""
+    assert where("first", ()) == "first"
+    assert where("first", ["checkpoint"]) == "first+checkpoint"

@@ -1,0 +1,384 @@
+"""Verdicts as rows, and the store that spares proving again what has not changed."""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from conformance import obligations
+from conformance.expectations import expected, where
+from conformance.explain import explanation
+from conformance.obligations import (
+    Row,
+    Selection,
+    document,
+    is_as_expected,
+    settle,
+    settled_before,
+)
+from conformance.replay import Outcome, replay_in
+from conformance.scenario import Scenario, loads
+from conformance.targets import CORE_FILE, Tree, resolve
+from models.loader import CoreError
+from spec.theorems import OBLIGATIONS, THEOREMS
+
+OLD, NEW = "vllm==0.30.0", "vllm==0.31.0"
+CopyTree = Callable[..., Path]
+ALL = Selection()
+#: Two obligations, of which 0.30.0 breaks one: fast to settle.
+FEW = Selection(("checkpoint",), ("no-undercount", "exact-estimate"))
+
+
+@pytest.fixture(scope="module")
+def settled(trees: Mapping[str, Path]) -> dict[str, list[Row]]:
+    """All rows of the two releases, proved here."""
+    return {target: settle(resolve(target), ALL, use_cache=False) for target in (OLD, NEW)}
+
+
+def verdict_of(rows: list[Row], family: str, theorem: str) -> str:
+    (verdict,) = (
+        row["verdict"]
+        for row in rows
+        if (where(row["family"], row["tags"]), row["theorem"]) == (family, theorem)
+    )
+    return str(verdict)
+
+
+def scenario_of(rows: list[Row], family: str, theorem: str) -> Scenario:
+    (content,) = (
+        row["scenario"] for row in rows if (row["family"], row["theorem"]) == (family, theorem)
+    )
+    (scenario,) = loads(json.dumps(content), name="row")
+    return scenario
+
+
+def local(root: Path) -> Tree:
+    return Tree(f"path:{root}", root, None)
+
+
+# ---- what the issue names ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("theorem", ["exact-estimate", "bounded-demand"])
+def test_the_fault_of_57050_is_refuted(settled: dict[str, list[Row]], theorem: str) -> None:
+    """0.30.0 overcounts a checkpoint step without bound, and nothing else."""
+    assert verdict_of(settled[OLD], "checkpoint", theorem) == "REFUTED"
+    for family in ("first", "first+checkpoint", "running"):
+        assert verdict_of(settled[OLD], family, theorem) == "PROVED"
+
+
+@pytest.mark.parametrize(
+    "theorem",
+    [
+        "no-undercount",
+        "exact-estimate",
+        "bounded-demand",
+        "dry-run-parity",
+        "allocation-succeeds",
+    ],
+)
+@pytest.mark.parametrize("family", ["first", "first+checkpoint", "running", "checkpoint"])
+def test_the_fix_is_proved(settled: dict[str, list[Row]], family: str, theorem: str) -> None:
+    """0.31.0's capped estimate is what its allocator draws, for all sizes."""
+    assert verdict_of(settled[NEW], family, theorem) == "PROVED"
+
+
+def test_the_fix_still_draws_more_than_is_needed(settled: dict[str, list[Row]]) -> None:
+    """On checkpoint steps with speculative blocks 0.31.0 differs from the intended model."""
+    scenario = scenario_of(settled[NEW], "checkpoint", "matches-intended")
+
+    assert verdict_of(settled[NEW], "checkpoint", "matches-intended") == "REFUTED"
+    assert scenario.geometry.num_speculative_blocks > 0
+
+
+def test_every_counterexample_replays_as_reproduced(
+    settled: dict[str, list[Row]], trees: Mapping[str, Path]
+) -> None:
+    """A counterexample counts when the real code shows it."""
+    for target, rows in settled.items():
+        scenarios = [
+            scenario
+            for row in rows
+            for column in ("scenario", "scenario_at_production_sizes")
+            if row[column] is not None
+            for scenario in loads(json.dumps(row[column]), name=row["theorem"])
+        ]
+        assert scenarios
+        root = trees[target.removeprefix("vllm==")]
+        for result in replay_in(root, "core", scenarios, target=target):
+            assert (result.outcome, result.theorem_holds) == (Outcome.REPRODUCED, False)
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", [OLD, NEW])
+def test_there_is_a_row_per_obligation(settled: dict[str, list[Row]], target: str) -> None:
+    """Nothing of the catalogue is left out, and nothing is said twice."""
+    rows = [(row["family"], tuple(row["tags"]), row["theorem"]) for row in settled[target]]
+
+    assert rows == [(*of, theorem) for of in OBLIGATIONS for theorem in THEOREMS]
+
+
+@pytest.mark.parametrize("target", [OLD, NEW])
+def test_a_row_holds_what_the_contract_says(settled: dict[str, list[Row]], target: str) -> None:
+    """DESIGN.md names the keys and what stands under each."""
+    for row in settled[target]:
+        assert row.keys() == {
+            *("target", "manager", "family", "tags", "theorem", "verdict", "expected", "scope"),
+            *("params", "seconds", "assumptions", "scenario", "reason"),
+            "scenario_at_production_sizes",  # an addition
+        }
+        assert (row["target"], row["manager"]) == (target, "mamba-align")
+        assert row["verdict"] in {"PROVED", "REFUTED"}
+        assert row["expected"] == expected(
+            target, "mamba-align", where(row["family"], row["tags"]), row["theorem"]
+        )
+        assert is_as_expected(row)
+        assert "unbounded" in row["scope"]
+        assert row["params"] == {"S": [0, 1, 2, 3, 4, 5, 6, 7, 8], "K": [0, 1]}
+        assert row["seconds"] > 0
+        assert (row["scenario"] is not None) == (row["verdict"] == "REFUTED")
+        assert row["reason"] is None
+
+
+@pytest.mark.parametrize("target", [OLD, NEW])
+def test_a_rows_assumptions_can_be_explained(settled: dict[str, list[Row]], target: str) -> None:
+    """What a proof rests on is a named object, and there is something to rest on."""
+    for row in settled[target]:
+        assert row["assumptions"]
+        for slug in row["assumptions"]:
+            assert explanation(slug) is not None, slug
+
+
+def test_the_document_names_versions(settled: dict[str, list[Row]]) -> None:
+    """A verdict is reproducible only with the solver that gave it."""
+    content = document(settled[NEW])
+
+    assert content.keys() == {"schema", "versions", "obligations"}
+    assert content["schema"] == 1
+    assert content["versions"].keys() == {"capproof", "z3", "python"}
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", content["versions"]["z3"])
+    assert json.loads(json.dumps(content)) == content
+
+
+@pytest.mark.parametrize(
+    ("verdict", "wanted", "as_expected"),
+    [
+        ("PROVED", None, True),
+        ("REFUTED", None, False),
+        ("NOT_APPLICABLE", None, False),
+        ("REFUTED", "REFUTED", True),
+        ("PROVED", "REFUTED", False),
+        ("NOT_APPLICABLE", "NOT_APPLICABLE", True),
+        ("UNKNOWN", "UNKNOWN", False),
+        ("UNSUPPORTED", "UNSUPPORTED", False),
+        ("VACUOUS", "VACUOUS", False),
+    ],
+)
+def test_only_what_can_be_expected_is_as_expected(
+    verdict: str, wanted: str | None, as_expected: bool
+) -> None:
+    """UNKNOWN, UNSUPPORTED and VACUOUS are a surprise even where another target has them too."""
+    assert is_as_expected({"verdict": verdict, "expected": wanted}) is as_expected
+
+
+@pytest.mark.parametrize(
+    ("selection", "number"),
+    [
+        (Selection(), 36),
+        (Selection(families=("first",)), 18),
+        (Selection(theorems=("exact-estimate",)), 4),
+        (Selection(("first", "running"), ("exact-estimate", "no-undercount")), 6),
+    ],
+)
+def test_a_selection_is_by_family_and_theorem(selection: Selection, number: int) -> None:
+    """A family is chosen with all its tags; an empty choice means all."""
+    assert len(list(selection.obligations())) == number
+
+
+# ---- trees that cannot be judged -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["get_num_blocks_to_allocate", "allocate_new_blocks"])
+def test_an_inherited_method_is_not_judged_instead(copy_tree: CopyTree, method: str) -> None:
+    """A manager that lost its own method would count by the rule of another kind of manager."""
+    root = copy_tree("0.31.0", (f"def {method}", "def renamed"))
+
+    with pytest.raises(CoreError, match=rf"no MambaManager\.{method} here \(renamed\?\)"):
+        settle(local(root), FEW, use_cache=False)
+
+
+def test_what_is_not_understood_is_unsupported_with_its_place(copy_tree: CopyTree) -> None:
+    """A construct that the lifter does not know ends as UNSUPPORTED with file and line."""
+    line = "num_new_blocks = (\n                num_required_blocks"
+    root = copy_tree("0.31.0", (line, f"num_tokens = num_tokens >> 0\n            {line}"))
+    place = (root / CORE_FILE).read_text().split(">> 0")[0].count("\n") + 1
+
+    for row in settle(local(root), FEW, use_cache=False):
+        assert row["verdict"] == "UNSUPPORTED"
+        assert f"{CORE_FILE}:{place}: " in row["reason"]
+        assert "\n" not in row["reason"]
+        assert (row["scenario"], row["expected"]) == (None, None)
+        assert not is_as_expected(row)
+
+
+@pytest.mark.parametrize(
+    "name", ["UPPER case", "dots.and_underscores", "ümläut", "very-" * 30 + "long"]
+)
+def test_a_counterexample_has_a_name_whatever_the_folder_is_called(
+    copy_tree: CopyTree, name: str
+) -> None:
+    """Scenario names are slugs, and paths are not."""
+    rows = settle(local(copy_tree("0.30.0", name=name)), FEW, use_cache=False)
+
+    scenario = scenario_of(rows, "checkpoint", "exact-estimate")
+    assert scenario.name.startswith("exact-estimate-checkpoint-path-")
+    assert list(scenario.predicted) == [rows[0]["target"]]
+
+
+def test_counterexamples_of_two_folders_have_two_names(copy_tree: CopyTree) -> None:
+    """What replays one tree's fault is not overwritten by another's."""
+    names = {
+        scenario_of(settle(local(root), FEW, use_cache=False), "checkpoint", "exact-estimate").name
+        for root in (copy_tree("0.30.0", name="a-b"), copy_tree("0.30.0", name="a.b"))
+    }
+
+    assert len(names) == 2
+
+
+# ---- the store -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def already_proved(settled: dict[str, list[Row]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proving takes no time: the rows are those of the release that a tree was copied from."""
+
+    def prove(tree: Tree, selection: Selection, on_progress: object) -> Iterator[Row]:
+        wanted = set(selection.obligations())
+        for row in settled[tree.target if tree.release else NEW]:
+            if (row["family"], tuple(row["tags"]), row["theorem"]) in wanted:
+                yield {k: v for k, v in row.items() if k not in ("target", "expected")}
+
+    monkeypatch.setattr(obligations, "_prove", prove)
+
+
+@pytest.mark.usefixtures("own_cache", "already_proved")
+def test_what_was_settled_is_read_again() -> None:
+    """A second run needs no solver, and says the same."""
+    tree = resolve(OLD)
+    assert settled_before(tree, FEW) is None
+
+    rows = settle(tree, FEW)
+
+    assert settled_before(tree, FEW) == rows
+    assert settled_before(tree, Selection(("checkpoint",), ("exact-estimate",))) == rows[1:]
+    assert settled_before(tree, Selection(("checkpoint",))) is None
+
+
+@pytest.mark.usefixtures("own_cache", "already_proved")
+def test_expectations_are_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A changed expectation counts at once."""
+    tree = resolve(OLD)
+    settle(tree, FEW)
+    monkeypatch.setattr(obligations, "expected", lambda *arguments: "NOT_APPLICABLE")
+
+    assert {row["expected"] for row in settled_before(tree, FEW) or ()} == {"NOT_APPLICABLE"}
+
+
+def test_two_targets_with_the_same_text_share_nothing(own_cache: Path, copy_tree: CopyTree) -> None:
+    """A row names its target, and so does the scenario in it."""
+    settle(resolve(OLD), FEW)
+    tree = local(copy_tree("0.30.0"))
+
+    assert settled_before(tree, FEW) is None
+    rows = settle(tree, FEW)
+    assert list(scenario_of(rows, "checkpoint", "exact-estimate").predicted) == [tree.target]
+
+
+@pytest.mark.usefixtures("already_proved")
+@pytest.mark.parametrize(
+    "file", [CORE_FILE, "vllm/v1/kv_cache_interface.py", "vllm/utils/math_utils.py"]
+)
+def test_an_edited_tree_is_proved_again(own_cache: Path, copy_tree: CopyTree, file: str) -> None:
+    """Every module that is executed counts, and its absence does."""
+    tree = local(copy_tree("0.31.0"))
+    rows = settle(tree, FEW)
+    text = (tree.root / file).read_text()
+
+    (tree.root / file).write_text(f"{text}# edited\n")
+    assert settled_before(tree, FEW) is None
+    (tree.root / file).unlink()
+    assert settled_before(tree, FEW) is None
+    (tree.root / file).write_text("")
+    assert settled_before(tree, FEW) is None
+    (tree.root / file).write_text(text)
+    assert settled_before(tree, FEW) == rows
+
+
+@pytest.mark.usefixtures("already_proved")
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda file: file.write_bytes(b"no database" * 100),
+        lambda file: file.write_bytes(b""),
+        lambda file: file.unlink(),
+        lambda file: file.write_bytes(file.read_bytes()[:5000]),
+        lambda file: _execute(file, "update Cache set value = 'x'"),
+        lambda file: _execute(file, "drop table Cache"),
+    ],
+)
+def test_a_damaged_store_costs_time_only(own_cache: Path, damage: Callable[[Path], object]) -> None:
+    """A store that cannot be read is proved around, and made anew where that is possible."""
+    tree = resolve(OLD)
+    verdicts = [row["verdict"] for row in settle(tree, FEW)]
+    damage(own_cache / "verdicts" / "cache.db")
+
+    assert settled_before(tree, FEW) is None
+    assert [row["verdict"] for row in settle(tree, FEW)] == verdicts
+    again = settled_before(tree, FEW)
+    assert again is not None
+    assert [row["verdict"] for row in again] == verdicts
+
+
+def _execute(file: Path, statement: str) -> None:
+    with sqlite3.connect(file) as connection:
+        connection.execute(statement)
+    connection.close()
+
+
+@pytest.mark.usefixtures("already_proved")
+def test_a_cache_that_cannot_be_written_is_no_failure(own_cache: Path) -> None:
+    """The store only saves time."""
+    (own_cache / "verdicts").write_text("a file stands here")
+
+    rows = settle(resolve(OLD), FEW)
+
+    assert [row["verdict"] for row in rows] == ["PROVED", "REFUTED"]
+    assert settled_before(resolve(OLD), FEW) is None
+
+
+@pytest.mark.usefixtures("own_cache", "already_proved")
+def test_nothing_is_kept_unless_asked() -> None:
+    """--no-cache neither reads nor writes."""
+    settle(resolve(OLD), FEW, use_cache=False)
+
+    assert settled_before(resolve(OLD), FEW) is None
+
+
+@pytest.mark.usefixtures("own_cache", "already_proved")
+def test_unknown_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next run may get further than the solver did in this one."""
+    tree = resolve(OLD)
+    proved, refuted = settle(tree, FEW, use_cache=False)
+    unknown = {**proved, "verdict": "UNKNOWN", "reason": "canceled"}
+    monkeypatch.setattr(obligations, "_prove", lambda *arguments: iter([unknown, refuted]))
+
+    assert settle(tree, FEW)[0]["verdict"] == "UNKNOWN"
+    assert settled_before(tree, FEW) is None
+    assert settled_before(tree, Selection(("checkpoint",), ("exact-estimate",))) is not None
