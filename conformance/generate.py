@@ -143,7 +143,7 @@ def scenario_of(
         manager=MANAGER,
         geometry=request.geometry,
         num_gpu_blocks=_pool_size(situations, predicted.values()),
-        steps=tuple(map(_step, situations)),
+        steps=tuple(_steps(situations)),
         family=obligation_of(last)[0],
         tags=tags_of(last),
         theorem=theorem,
@@ -163,7 +163,14 @@ def _prediction(situation: Situation, step: Step) -> Prediction:
     )
 
 
-def _step(situation: Situation) -> ScenarioStep:
+def _steps(situations: Iterable[Situation]) -> Iterator[ScenarioStep]:
+    to_retire = -1
+    for situation in situations:
+        to_retire = intended.column_to_retire(situation, to_retire)
+        yield _step(situation, to_retire)
+
+
+def _step(situation: Situation, column_to_retire: int) -> ScenarioStep:
     call = situation.call
     if not call.total_computed_tokens:
         why = "admission of the first chunk"
@@ -183,6 +190,7 @@ def _step(situation: Situation) -> ScenarioStep:
                 if reserves_checkpoint(situation)
                 else None
             ),
+            column_to_retire=column_to_retire,
         ),
     )
 

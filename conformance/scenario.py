@@ -46,6 +46,8 @@ class Expect:
     """Columns of the request's block table after the step."""
     checkpoint: tuple[int, int] | None = None
     """Position (tokens) and column of the internal checkpoint that the step keeps; None: none."""
+    column_to_retire: int | None = None
+    """Column that is recorded after the step as the next to free; -1 is none."""
 
 
 @dataclass(frozen=True)
@@ -370,8 +372,13 @@ def _parse_expect(field: _Field) -> Expect:
     names = [item.name for item in fields(Expect)]
     content = field.object(names, optional=names)
     checkpoint = content.pop("checkpoint", _Field(None))
+    to_retire = content.pop("column_to_retire", _Field(None))
     numbers = {name: item.or_none(item.integer) for name, item in content.items()}
-    return Expect(**numbers, checkpoint=checkpoint.or_none(lambda: _parse_checkpoint(checkpoint)))
+    return Expect(
+        **numbers,
+        checkpoint=checkpoint.or_none(lambda: _parse_checkpoint(checkpoint)),
+        column_to_retire=_integer_or_none(to_retire, least=-1),
+    )
 
 
 def _parse_checkpoint(field: _Field) -> tuple[int, int]:

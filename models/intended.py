@@ -39,6 +39,17 @@ def checkpoint_column(s: Situation) -> IntLike:
     return state_columns(s.call.num_tokens_main_model, s.geometry.block_size) - 2
 
 
+def column_to_retire(s: Situation, before: IntLike) -> IntLike:
+    """Return the column recorded after the step as the next to free; -1 is none.
+
+    A running request's step that adds columns leaves the state it started from behind, which is
+    read once more, by the step itself; any other step leaves the record as it was.
+    vLLM: `MambaManager.allocate_new_blocks`, `MambaManager.remove_skipped_blocks`.
+    """
+    adds_columns = (s.table_length > 0) & (table_length(s) > s.table_length)
+    return choose(adds_columns, s.table_length - 1 - s.geometry.num_speculative_blocks, before)
+
+
 def need_of_admission(s: Situation) -> IntLike:
     """Return the blocks needed by a request that has none.
 

@@ -185,7 +185,7 @@ def explore(
     samples: list[Mapping[str, Any]] = []
     while True:
         result = question.ask()
-        if result.answer is smt.Answer.UNKNOWN:
+        if result.answer is smt.Answer.UNKNOWN and paths:
             result = _side_by_side(assumptions, paths)
         if result.answer is smt.Answer.UNSAT:
             return Exploration(
@@ -210,7 +210,7 @@ def _side_by_side(assumptions: Mapping[str, BoolLike], paths: Sequence[PathSumma
     """Ask whether paths are missing decision by decision, where asking at once was too hard.
 
     Code decides alike after equal decisions, so whatever lies on no path lies on the side of some
-    decision that no path took; each such side is a question of its own.
+    decision that no path took; each such side is a question of its own. That needs a path.
     """
     taken = {path.decisions[: i + 1] for path in paths for i in range(len(path.decisions))}
     untaken = dict.fromkeys((*before, term.negation(last)) for *before, last in taken)
@@ -391,7 +391,9 @@ class _StepRun:
             checkpoint_is_pending=pending,
             checkpoint_position=position,
             checkpoint_column=column,
-            checkpoint_block_is_held=_holds_block(table, column),
+            checkpoint_block_is_held=term.disjunction(
+                (term.negation(pending), _holds_block(table, column))
+            ),
             returned_new_columns=_are_columns(returned, table, self.situation.table_length),
             no_block_is_twice=_no_block_is_twice(self.situation, table),
             column_to_retire_before=retired_before,

@@ -111,3 +111,9 @@ class Step:
     """Hit blocks that nobody references, so that adopting them takes them from the free list."""
     deferred: BoolLike = False
     """Whether the estimate is the deliberate `num_gpu_blocks + 1`."""
+
+    @property
+    def pending_checkpoint(self) -> tuple[int, int] | None:
+        """Position (tokens) and column of the pending checkpoint of a step made of numbers."""
+        is_pending = bool(self.checkpoint_is_pending)
+        return (self.checkpoint_position, self.checkpoint_column) if is_pending else None

@@ -36,8 +36,8 @@ SCENARIO = Scenario(
     geometry=Geometry(1, 1, 0, 1, 1, False),
     num_gpu_blocks=17,
     steps=(
-        ScenarioStep("admission", Call(1, 1, 0, 0), 1, Expect(1, 1)),
-        ScenarioStep("a chunk", Call(4, 4, 1, 1), 4, Expect(2, 4)),
+        ScenarioStep("admission", Call(1, 1, 0, 0), 1, Expect(1, 1, None, -1)),
+        ScenarioStep("a chunk", Call(4, 4, 1, 1), 4, Expect(2, 4, (3, 2), 0)),
     ),
     family="checkpoint",
     predicted={OLD: Prediction(3, 3, 2, 4, None, OVERCOUNTED), NEW: Prediction(2, 2, 2, 4)},
@@ -48,7 +48,7 @@ def changed(name: str, **fields: Any) -> Scenario:
     return replace(SCENARIO, name=name, **fields)
 
 
-def expecting(name: str, **fields: int) -> Scenario:
+def expecting(name: str, **fields: Any) -> Scenario:
     first, last = SCENARIO.steps
     return changed(name, steps=(first, replace(last, expect=replace(last.expect, **fields))))
 
@@ -71,6 +71,10 @@ WRONG: dict[str, tuple[Scenario, set[str]]] = {
         (expecting("need-one-less", need=1), {"matches-intended"}),
         (expecting("table-one-longer", table_length=5), {"state-invariant"}),
         (expecting("table-one-shorter", table_length=3), {"state-invariant"}),
+        (expecting("position-one-less", checkpoint=(2, 2)), {"checkpoint-recorded"}),
+        (expecting("column-one-less", checkpoint=(3, 1)), {"checkpoint-recorded"}),
+        (expecting("no-checkpoint", checkpoint=None), {"checkpoint-recorded"}),
+        (expecting("another-column-to-retire", column_to_retire=1), {"retirement-recorded"}),
         (
             violating("violation-forgotten", OLD, *OVERCOUNTED[1:]),
             {"exact-estimate"},
@@ -83,7 +87,7 @@ WRONG: dict[str, tuple[Scenario, set[str]]] = {
         (changed("pool-too-small", num_gpu_blocks=2), set(THEOREMS)),
         (
             calling("one-token-more", num_tokens=5, num_tokens_main_model=5),
-            {"state-invariant"},
+            {"state-invariant", "checkpoint-recorded"},
         ),
     )
 }
@@ -245,6 +249,28 @@ STEPS = [
         NUMBERS, NUMBERS, NUMBERS[1:], (3, 4), (True, False), (True, False)
     )
 ]
+STEPS += [
+    Step(
+        *(2, 2, 2, 4, True),
+        checkpoint_is_pending=pending,
+        checkpoint_position=position,
+        checkpoint_column=column,
+        checkpoint_block_is_held=held,
+        returned_new_columns=returned,
+        no_block_is_twice=once,
+        column_to_retire=to_retire,
+    )
+    for pending, held, returned, once in itertools.product((True, False), repeat=4)
+    for position, column, to_retire in itertools.product((2, 3), (1, 2), (-1, 0, 1))
+]
+#: What a rendered test knows of `SCENARIO`.
+KNOWN = {
+    "geometry": SCENARIO.geometry,
+    "need": 2,
+    "table_length": 4,
+    "checkpoint": (3, 2),
+    "column_to_retire": 0,
+}
 
 
 @pytest.mark.parametrize("slug", THEOREMS)
@@ -256,7 +282,7 @@ def test_a_relation_asserts_what_the_theorem_claims(slug: str) -> None:
     for step in STEPS:
         if slug == "allocation-succeeds" and step.drawn > max(step.estimate, 0):
             continue  # on a pool of exactly the estimate this raises, and cannot be seen
-        names = {"step": step, "geometry": SCENARIO.geometry, "need": 2, "table_length": 4}
+        names = {"step": step, **KNOWN}
         try:
             exec(lines, names)
             is_asserted = True
@@ -270,7 +296,7 @@ def test_a_relation_asserts_what_the_theorem_claims(slug: str) -> None:
 def test_a_step_that_raised_passes_no_test(slug: str) -> None:
     """Whatever was seen of it, a step that ended in an exception shows nothing."""
     step = Step(2, 2, 2, 4, True, True, raised="ValueError")
-    names = {"step": step, "geometry": SCENARIO.geometry, "need": 2, "table_length": 4}
+    names = {"step": step, **KNOWN}
 
     with pytest.raises(AssertionError):
         exec("\n".join(RELATIONS[slug].assertions), names)

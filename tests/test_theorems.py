@@ -20,7 +20,12 @@ GEOMETRY = Geometry(16, 4, 3, 1, 4, False)
 #: A first admission of 40 tokens, which keeps a checkpoint.
 FIRST = Situation(GEOMETRY, Call(40, 40, 0, 0), 0, 40)
 #: What 0.31.0 does then: state, drafts and checkpoint.
-STEP = Step(5, 5, 5, 6, True)
+STEP = Step(
+    *(5, 5, 5, 6, True),
+    checkpoint_is_pending=True,
+    checkpoint_position=36,
+    checkpoint_column=1,
+)
 POOL = Pool(num_free_blocks=5, watermark_blocks=0, reserved_blocks=0)
 NEED = Need(5)
 
@@ -56,6 +61,13 @@ BREAKS: list[tuple[dict[str, object], set[str]]] = [
     ),
     ({"raised": "ValueError"}, {"allocation-succeeds"}),
     ({"table_length": 7}, {"state-invariant"}),
+    ({"checkpoint_is_pending": False}, {"checkpoint-recorded"}),
+    ({"checkpoint_position": 32}, {"checkpoint-recorded"}),
+    ({"checkpoint_column": 2}, {"checkpoint-recorded"}),
+    ({"checkpoint_block_is_held": False}, {"checkpoint-recorded"}),
+    ({"returned_new_columns": False}, {"new-columns-returned"}),
+    ({"no_block_is_twice": False}, {"no-block-twice"}),
+    ({"column_to_retire": 0}, {"retirement-recorded"}),
     ({"tail_is_held": False}, {"state-invariant"}),
 ]
 

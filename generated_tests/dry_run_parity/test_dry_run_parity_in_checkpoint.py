@@ -10,58 +10,70 @@ from spec.vocabulary import Call, Geometry
 
 # Geometry: block_size, hash_block_size, num_speculative_blocks, num_prefill_checkpoint_blocks,
 # prefill_checkpoint_alignment, drop_eagle_checkpoint_block. The request is admitted with the first
-# of `chunks` and taken on by the others. `need` (blocks), `table_length` (columns) and `checkpoint`
-# (position in tokens, column) are the intended model's.
-COLUMNS = "geometry, chunks, lookahead, prefill_end, num_gpu_blocks, need, table_length, checkpoint"
+# of `chunks` and taken on by the others. The intended model says of the last chunk: `need` (blocks),
+# `table_length` (columns), `checkpoint` (position in tokens, column), `column_to_retire` (-1: none).
+COLUMNS = (
+    "geometry, chunks, lookahead, prefill_end, num_gpu_blocks, need, table_length, checkpoint, "
+    "column_to_retire"
+)
 # fmt: off
 ROWS = [
-    pytest.param(Geometry(1, 1, 0, 1, 1, False), (1, 4), 0, 0, 17, 2, 4, (3, 2), id="b1-h1-s0-k1-a1-tokens-1-4"),
-    pytest.param(Geometry(1, 1, 1, 1, 1, False), (1, 4), 0, 0, 19, 2, 5, (3, 2), id="b1-h1-s1-k1-a1-tokens-1-4"),
-    pytest.param(Geometry(16, 4, 0, 1, 4, False), (4, 33), 0, 0, 16, 2, 3, (32, 1), id="b16-h4-s0-k1-a4-tokens-4-33"),
-    pytest.param(Geometry(16, 4, 0, 1, 4, False), (4, 33), 0, 33, 16, 2, 3, (32, 1), id="b16-h4-s0-k1-a4-tokens-4-33-sparse-33", marks=[
+    pytest.param(Geometry(1, 1, 0, 1, 1, False), (1, 4), 0, 0, 17, 2, 4, (3, 2), 0, id="b1-h1-s0-k1-a1-tokens-1-4"),
+    pytest.param(Geometry(1, 1, 1, 1, 1, False), (1, 4), 0, 0, 19, 2, 5, (3, 2), 0, id="b1-h1-s1-k1-a1-tokens-1-4"),
+    pytest.param(Geometry(16, 4, 0, 1, 4, False), (4, 33), 0, 0, 16, 2, 3, (32, 1), 0, id="b16-h4-s0-k1-a4-tokens-4-33"),
+    pytest.param(Geometry(16, 4, 0, 1, 4, False), (4, 33), 0, 33, 16, 2, 3, (32, 1), 0, id="b16-h4-s0-k1-a4-tokens-4-33-sparse-33", marks=[
         pytest.mark.not_applicable(targets={"vllm==0.30.0": "this release is not told where the prefill ends"}),
     ]),
-    pytest.param(Geometry(16, 4, 0, 1, 4, False), (4, 35), 0, 0, 16, 2, 3, (32, 1), id="b16-h4-s0-k1-a4-tokens-4-35"),
-    pytest.param(Geometry(16, 4, 0, 1, 4, False), (4, 36), 0, 0, 16, 2, 3, (32, 1), id="b16-h4-s0-k1-a4-tokens-4-36"),
-    pytest.param(Geometry(16, 4, 0, 1, 4, False), (4, 37), 0, 0, 16, 2, 3, (36, 1), id="b16-h4-s0-k1-a4-tokens-4-37"),
-    pytest.param(Geometry(16, 4, 0, 1, 4, False), (4, 47), 0, 0, 16, 2, 3, (44, 1), id="b16-h4-s0-k1-a4-tokens-4-47"),
-    pytest.param(Geometry(16, 4, 0, 1, 4, False), (4, 48), 0, 0, 16, 2, 3, (44, 1), id="b16-h4-s0-k1-a4-tokens-4-48"),
-    pytest.param(Geometry(16, 4, 0, 1, 4, False), (4, 49), 0, 0, 17, 2, 4, (48, 2), id="b16-h4-s0-k1-a4-tokens-4-49"),
-    pytest.param(Geometry(16, 4, 0, 1, 4, False), (4, 1_048_576), 0, 0, 65_549, 2, 65_536, (1_048_572, 65_534), id="b16-h4-s0-k1-a4-tokens-4-1048576"),
-    pytest.param(Geometry(16, 4, 0, 1, 4, True), (4, 33), 0, 0, 16, 2, 3, (28, 1), id="b16-h4-s0-k1-a4-eagle-tokens-4-33"),
-    pytest.param(Geometry(16, 4, 1, 1, 4, False), (4, 33), 0, 0, 18, 2, 4, (32, 1), id="b16-h4-s1-k1-a4-tokens-4-33"),
-    pytest.param(Geometry(16, 4, 1, 1, 4, False), (4, 33), 0, 33, 18, 2, 4, (32, 1), id="b16-h4-s1-k1-a4-tokens-4-33-sparse-33", marks=[
+    pytest.param(Geometry(16, 4, 0, 1, 4, False), (4, 35), 0, 0, 16, 2, 3, (32, 1), 0, id="b16-h4-s0-k1-a4-tokens-4-35"),
+    pytest.param(Geometry(16, 4, 0, 1, 4, False), (4, 36), 0, 0, 16, 2, 3, (32, 1), 0, id="b16-h4-s0-k1-a4-tokens-4-36"),
+    pytest.param(Geometry(16, 4, 0, 1, 4, False), (4, 37), 0, 0, 16, 2, 3, (36, 1), 0, id="b16-h4-s0-k1-a4-tokens-4-37"),
+    pytest.param(Geometry(16, 4, 0, 1, 4, False), (4, 47), 0, 0, 16, 2, 3, (44, 1), 0, id="b16-h4-s0-k1-a4-tokens-4-47"),
+    pytest.param(Geometry(16, 4, 0, 1, 4, False), (4, 48), 0, 0, 16, 2, 3, (44, 1), 0, id="b16-h4-s0-k1-a4-tokens-4-48"),
+    pytest.param(Geometry(16, 4, 0, 1, 4, False), (4, 49), 0, 0, 17, 2, 4, (48, 2), 0, id="b16-h4-s0-k1-a4-tokens-4-49"),
+    pytest.param(Geometry(16, 4, 0, 1, 4, False), (4, 1_048_576), 0, 0, 65_549, 2, 65_536, (1_048_572, 65_534), 0, id="b16-h4-s0-k1-a4-tokens-4-1048576"),
+    pytest.param(Geometry(16, 4, 0, 1, 4, True), (4, 33), 0, 0, 16, 2, 3, (28, 1), 0, id="b16-h4-s0-k1-a4-eagle-tokens-4-33"),
+    pytest.param(Geometry(16, 4, 1, 1, 4, False), (4, 33), 0, 0, 18, 2, 4, (32, 1), 0, id="b16-h4-s1-k1-a4-tokens-4-33"),
+    pytest.param(Geometry(16, 4, 1, 1, 4, False), (4, 33), 0, 33, 18, 2, 4, (32, 1), 0, id="b16-h4-s1-k1-a4-tokens-4-33-sparse-33", marks=[
         pytest.mark.not_applicable(targets={"vllm==0.30.0": "this release is not told where the prefill ends"}),
     ]),
-    pytest.param(Geometry(16, 4, 1, 1, 4, False), (4, 35), 0, 0, 18, 2, 4, (32, 1), id="b16-h4-s1-k1-a4-tokens-4-35"),
-    pytest.param(Geometry(16, 4, 1, 1, 4, False), (4, 36), 0, 0, 18, 2, 4, (32, 1), id="b16-h4-s1-k1-a4-tokens-4-36"),
-    pytest.param(Geometry(16, 4, 1, 1, 4, False), (4, 37), 0, 0, 18, 2, 4, (36, 1), id="b16-h4-s1-k1-a4-tokens-4-37"),
-    pytest.param(Geometry(16, 4, 1, 1, 4, False), (4, 47), 0, 0, 18, 2, 4, (44, 1), id="b16-h4-s1-k1-a4-tokens-4-47"),
-    pytest.param(Geometry(16, 4, 1, 1, 4, False), (4, 48), 0, 0, 18, 2, 4, (44, 1), id="b16-h4-s1-k1-a4-tokens-4-48"),
-    pytest.param(Geometry(16, 4, 1, 1, 4, False), (4, 49), 0, 0, 19, 2, 5, (48, 2), id="b16-h4-s1-k1-a4-tokens-4-49"),
-    pytest.param(Geometry(16, 4, 1, 1, 4, True), (4, 33), 0, 0, 18, 2, 4, (28, 1), id="b16-h4-s1-k1-a4-eagle-tokens-4-33"),
-    pytest.param(Geometry(896, 128, 0, 1, 64, False), (128, 1_048_576), 0, 0, 1_184, 2, 1_171, (1_048_448, 1_169), id="b896-h128-s0-k1-a64-tokens-128-1048576"),
-    pytest.param(Geometry(896, 128, 0, 1, 64, False), (23_040, 25_121), 0, 0, 17, 2, 29, (25_088, 27), id="b896-h128-s0-k1-a64-tokens-23040-25121"),
-    pytest.param(Geometry(896, 128, 0, 1, 64, False), (23_040, 704_547), 0, 0, 775, 2, 787, (704_512, 785), id="b896-h128-s0-k1-a64-tokens-23040-704547"),
-    pytest.param(Geometry(896, 128, 1, 1, 64, False), (128, 1_048_576), 0, 0, 1_186, 2, 1_172, (1_048_448, 1_169), id="b896-h128-s1-k1-a64-tokens-128-1048576"),
-    pytest.param(Geometry(896, 128, 1, 1, 64, False), (23_040, 25_121), 0, 0, 19, 2, 30, (25_088, 27), id="b896-h128-s1-k1-a64-tokens-23040-25121"),
-    pytest.param(Geometry(896, 128, 1, 1, 64, False), (23_040, 704_547), 0, 0, 777, 2, 788, (704_512, 785), id="b896-h128-s1-k1-a64-tokens-23040-704547"),
-    pytest.param(Geometry(896, 128, 3, 1, 64, False), (23_040, 704_547), 0, 0, 781, 2, 790, (704_512, 785), id="b896-h128-s3-k1-a64-tokens-23040-704547"),
-    pytest.param(Geometry(896, 128, 4, 1, 64, False), (23_040, 25_121), 0, 0, 25, 2, 33, (25_088, 27), id="b896-h128-s4-k1-a64-tokens-23040-25121"),
-    pytest.param(Geometry(896, 128, 4, 1, 64, False), (23_040, 704_547), 0, 0, 783, 2, 791, (704_512, 785), id="b896-h128-s4-k1-a64-tokens-23040-704547"),
-    pytest.param(Geometry(1536, 128, 0, 1, 64, False), (23_040, 25_121), 0, 0, 16, 2, 17, (25_088, 15), id="b1536-h128-s0-k1-a64-tokens-23040-25121"),
-    pytest.param(Geometry(1536, 128, 0, 1, 64, False), (23_040, 704_547), 0, 0, 458, 2, 459, (704_512, 457), id="b1536-h128-s0-k1-a64-tokens-23040-704547"),
-    pytest.param(Geometry(1536, 128, 1, 1, 64, False), (23_040, 25_121), 0, 0, 18, 2, 18, (25_088, 15), id="b1536-h128-s1-k1-a64-tokens-23040-25121"),
-    pytest.param(Geometry(1536, 128, 1, 1, 64, False), (23_040, 704_547), 0, 0, 460, 2, 460, (704_512, 457), id="b1536-h128-s1-k1-a64-tokens-23040-704547"),
-    pytest.param(Geometry(1536, 128, 4, 1, 64, False), (23_040, 25_121), 0, 0, 24, 2, 21, (25_088, 15), id="b1536-h128-s4-k1-a64-tokens-23040-25121"),
-    pytest.param(Geometry(1536, 128, 4, 1, 64, False), (23_040, 704_547), 0, 0, 466, 2, 463, (704_512, 457), id="b1536-h128-s4-k1-a64-tokens-23040-704547"),
+    pytest.param(Geometry(16, 4, 1, 1, 4, False), (4, 35), 0, 0, 18, 2, 4, (32, 1), 0, id="b16-h4-s1-k1-a4-tokens-4-35"),
+    pytest.param(Geometry(16, 4, 1, 1, 4, False), (4, 36), 0, 0, 18, 2, 4, (32, 1), 0, id="b16-h4-s1-k1-a4-tokens-4-36"),
+    pytest.param(Geometry(16, 4, 1, 1, 4, False), (4, 37), 0, 0, 18, 2, 4, (36, 1), 0, id="b16-h4-s1-k1-a4-tokens-4-37"),
+    pytest.param(Geometry(16, 4, 1, 1, 4, False), (4, 47), 0, 0, 18, 2, 4, (44, 1), 0, id="b16-h4-s1-k1-a4-tokens-4-47"),
+    pytest.param(Geometry(16, 4, 1, 1, 4, False), (4, 48), 0, 0, 18, 2, 4, (44, 1), 0, id="b16-h4-s1-k1-a4-tokens-4-48"),
+    pytest.param(Geometry(16, 4, 1, 1, 4, False), (4, 49), 0, 0, 19, 2, 5, (48, 2), 0, id="b16-h4-s1-k1-a4-tokens-4-49"),
+    pytest.param(Geometry(16, 4, 1, 1, 4, True), (4, 33), 0, 0, 18, 2, 4, (28, 1), 0, id="b16-h4-s1-k1-a4-eagle-tokens-4-33"),
+    pytest.param(Geometry(896, 128, 0, 1, 64, False), (128, 1_048_576), 0, 0, 1_184, 2, 1_171, (1_048_448, 1_169), 0, id="b896-h128-s0-k1-a64-tokens-128-1048576"),
+    pytest.param(Geometry(896, 128, 0, 1, 64, False), (23_040, 25_121), 0, 0, 17, 2, 29, (25_088, 27), 25, id="b896-h128-s0-k1-a64-tokens-23040-25121"),
+    pytest.param(Geometry(896, 128, 0, 1, 64, False), (23_040, 704_547), 0, 0, 775, 2, 787, (704_512, 785), 25, id="b896-h128-s0-k1-a64-tokens-23040-704547"),
+    pytest.param(Geometry(896, 128, 1, 1, 64, False), (128, 1_048_576), 0, 0, 1_186, 2, 1_172, (1_048_448, 1_169), 0, id="b896-h128-s1-k1-a64-tokens-128-1048576"),
+    pytest.param(Geometry(896, 128, 1, 1, 64, False), (23_040, 25_121), 0, 0, 19, 2, 30, (25_088, 27), 25, id="b896-h128-s1-k1-a64-tokens-23040-25121"),
+    pytest.param(Geometry(896, 128, 1, 1, 64, False), (23_040, 704_547), 0, 0, 777, 2, 788, (704_512, 785), 25, id="b896-h128-s1-k1-a64-tokens-23040-704547"),
+    pytest.param(Geometry(896, 128, 3, 1, 64, False), (23_040, 704_547), 0, 0, 781, 2, 790, (704_512, 785), 25, id="b896-h128-s3-k1-a64-tokens-23040-704547"),
+    pytest.param(Geometry(896, 128, 4, 1, 64, False), (23_040, 25_121), 0, 0, 25, 2, 33, (25_088, 27), 25, id="b896-h128-s4-k1-a64-tokens-23040-25121"),
+    pytest.param(Geometry(896, 128, 4, 1, 64, False), (23_040, 704_547), 0, 0, 783, 2, 791, (704_512, 785), 25, id="b896-h128-s4-k1-a64-tokens-23040-704547"),
+    pytest.param(Geometry(1536, 128, 0, 1, 64, False), (23_040, 25_121), 0, 0, 16, 2, 17, (25_088, 15), 14, id="b1536-h128-s0-k1-a64-tokens-23040-25121"),
+    pytest.param(Geometry(1536, 128, 0, 1, 64, False), (23_040, 704_547), 0, 0, 458, 2, 459, (704_512, 457), 14, id="b1536-h128-s0-k1-a64-tokens-23040-704547"),
+    pytest.param(Geometry(1536, 128, 1, 1, 64, False), (23_040, 25_121), 0, 0, 18, 2, 18, (25_088, 15), 14, id="b1536-h128-s1-k1-a64-tokens-23040-25121"),
+    pytest.param(Geometry(1536, 128, 1, 1, 64, False), (23_040, 704_547), 0, 0, 460, 2, 460, (704_512, 457), 14, id="b1536-h128-s1-k1-a64-tokens-23040-704547"),
+    pytest.param(Geometry(1536, 128, 4, 1, 64, False), (23_040, 25_121), 0, 0, 24, 2, 21, (25_088, 15), 14, id="b1536-h128-s4-k1-a64-tokens-23040-25121"),
+    pytest.param(Geometry(1536, 128, 4, 1, 64, False), (23_040, 704_547), 0, 0, 466, 2, 463, (704_512, 457), 14, id="b1536-h128-s4-k1-a64-tokens-23040-704547"),
 ]
 # fmt: on
 
 
 @pytest.mark.parametrize(COLUMNS.split(", "), ROWS)
 def test_dry_run_equals_estimate(
-    driver, geometry, chunks, lookahead, prefill_end, num_gpu_blocks, need, table_length, checkpoint
+    driver,
+    geometry,
+    chunks,
+    lookahead,
+    prefill_end,
+    num_gpu_blocks,
+    need,
+    table_length,
+    checkpoint,
+    column_to_retire,
 ):
     """The dry run and the allocation estimate, other arguments equal, are the same number."""
     # A manager of these sizes, on a pool large enough for anything.

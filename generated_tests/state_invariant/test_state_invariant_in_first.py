@@ -12,50 +12,62 @@ from spec.vocabulary import Call, Geometry
 
 # Geometry: block_size, hash_block_size, num_speculative_blocks, num_prefill_checkpoint_blocks,
 # prefill_checkpoint_alignment, drop_eagle_checkpoint_block. The request is admitted with the first
-# of `chunks` and taken on by the others. `need` (blocks), `table_length` (columns) and `checkpoint`
-# (position in tokens, column) are the intended model's.
-COLUMNS = "geometry, chunks, lookahead, prefill_end, num_gpu_blocks, need, table_length, checkpoint"
+# of `chunks` and taken on by the others. The intended model says of the last chunk: `need` (blocks),
+# `table_length` (columns), `checkpoint` (position in tokens, column), `column_to_retire` (-1: none).
+COLUMNS = (
+    "geometry, chunks, lookahead, prefill_end, num_gpu_blocks, need, table_length, checkpoint, "
+    "column_to_retire"
+)
 # fmt: off
 ROWS = [
-    pytest.param(Geometry(16, 4, 0, 0, 4, False), (1,), 0, 0, 12, 1, 1, None, id="b16-h4-s0-k0-a4-tokens-1"),
-    pytest.param(Geometry(16, 4, 0, 0, 4, False), (3,), 0, 0, 12, 1, 1, None, id="b16-h4-s0-k0-a4-tokens-3"),
-    pytest.param(Geometry(16, 4, 0, 0, 4, False), (4,), 0, 0, 12, 1, 1, None, id="b16-h4-s0-k0-a4-tokens-4"),
-    pytest.param(Geometry(16, 4, 0, 0, 4, False), (5,), 0, 0, 12, 1, 1, None, id="b16-h4-s0-k0-a4-tokens-5"),
-    pytest.param(Geometry(16, 4, 0, 0, 4, False), (15,), 0, 0, 12, 1, 1, None, id="b16-h4-s0-k0-a4-tokens-15"),
-    pytest.param(Geometry(16, 4, 0, 0, 4, False), (16,), 0, 0, 12, 1, 1, None, id="b16-h4-s0-k0-a4-tokens-16"),
-    pytest.param(Geometry(16, 4, 0, 0, 4, False), (17,), 0, 0, 12, 1, 2, None, id="b16-h4-s0-k0-a4-tokens-17"),
-    pytest.param(Geometry(16, 4, 0, 0, 4, False), (19,), 0, 0, 12, 1, 2, None, id="b16-h4-s0-k0-a4-tokens-19"),
-    pytest.param(Geometry(16, 4, 0, 0, 4, False), (20,), 0, 0, 12, 1, 2, None, id="b16-h4-s0-k0-a4-tokens-20"),
-    pytest.param(Geometry(16, 4, 0, 0, 4, False), (21,), 0, 0, 12, 1, 2, None, id="b16-h4-s0-k0-a4-tokens-21"),
-    pytest.param(Geometry(16, 4, 0, 0, 4, False), (31,), 0, 0, 12, 1, 2, None, id="b16-h4-s0-k0-a4-tokens-31"),
-    pytest.param(Geometry(16, 4, 0, 0, 4, False), (32,), 0, 0, 12, 1, 2, None, id="b16-h4-s0-k0-a4-tokens-32"),
-    pytest.param(Geometry(16, 4, 0, 0, 4, False), (33,), 0, 0, 12, 1, 3, None, id="b16-h4-s0-k0-a4-tokens-33"),
-    pytest.param(Geometry(16, 4, 0, 0, 4, False), (1_048_576,), 0, 0, 12, 1, 65_536, None, id="b16-h4-s0-k0-a4-tokens-1048576"),
-    pytest.param(Geometry(16, 4, 0, 0, 4, True), (1,), 0, 0, 12, 1, 1, None, id="b16-h4-s0-k0-a4-eagle-tokens-1"),
-    pytest.param(Geometry(16, 4, 0, 0, 4, True), (17,), 0, 0, 12, 1, 2, None, id="b16-h4-s0-k0-a4-eagle-tokens-17"),
-    pytest.param(Geometry(16, 4, 0, 1, 4, False), (17,), 0, 0, 13, 2, 2, (16, 0), id="b16-h4-s0-k1-a4-tokens-17"),
-    pytest.param(Geometry(16, 4, 0, 1, 4, False), (17,), 0, 17, 13, 2, 2, (16, 0), id="b16-h4-s0-k1-a4-tokens-17-sparse-17", marks=[
+    pytest.param(Geometry(16, 4, 0, 0, 4, False), (1,), 0, 0, 12, 1, 1, None, -1, id="b16-h4-s0-k0-a4-tokens-1"),
+    pytest.param(Geometry(16, 4, 0, 0, 4, False), (3,), 0, 0, 12, 1, 1, None, -1, id="b16-h4-s0-k0-a4-tokens-3"),
+    pytest.param(Geometry(16, 4, 0, 0, 4, False), (4,), 0, 0, 12, 1, 1, None, -1, id="b16-h4-s0-k0-a4-tokens-4"),
+    pytest.param(Geometry(16, 4, 0, 0, 4, False), (5,), 0, 0, 12, 1, 1, None, -1, id="b16-h4-s0-k0-a4-tokens-5"),
+    pytest.param(Geometry(16, 4, 0, 0, 4, False), (15,), 0, 0, 12, 1, 1, None, -1, id="b16-h4-s0-k0-a4-tokens-15"),
+    pytest.param(Geometry(16, 4, 0, 0, 4, False), (16,), 0, 0, 12, 1, 1, None, -1, id="b16-h4-s0-k0-a4-tokens-16"),
+    pytest.param(Geometry(16, 4, 0, 0, 4, False), (17,), 0, 0, 12, 1, 2, None, -1, id="b16-h4-s0-k0-a4-tokens-17"),
+    pytest.param(Geometry(16, 4, 0, 0, 4, False), (19,), 0, 0, 12, 1, 2, None, -1, id="b16-h4-s0-k0-a4-tokens-19"),
+    pytest.param(Geometry(16, 4, 0, 0, 4, False), (20,), 0, 0, 12, 1, 2, None, -1, id="b16-h4-s0-k0-a4-tokens-20"),
+    pytest.param(Geometry(16, 4, 0, 0, 4, False), (21,), 0, 0, 12, 1, 2, None, -1, id="b16-h4-s0-k0-a4-tokens-21"),
+    pytest.param(Geometry(16, 4, 0, 0, 4, False), (31,), 0, 0, 12, 1, 2, None, -1, id="b16-h4-s0-k0-a4-tokens-31"),
+    pytest.param(Geometry(16, 4, 0, 0, 4, False), (32,), 0, 0, 12, 1, 2, None, -1, id="b16-h4-s0-k0-a4-tokens-32"),
+    pytest.param(Geometry(16, 4, 0, 0, 4, False), (33,), 0, 0, 12, 1, 3, None, -1, id="b16-h4-s0-k0-a4-tokens-33"),
+    pytest.param(Geometry(16, 4, 0, 0, 4, False), (1_048_576,), 0, 0, 12, 1, 65_536, None, -1, id="b16-h4-s0-k0-a4-tokens-1048576"),
+    pytest.param(Geometry(16, 4, 0, 0, 4, True), (1,), 0, 0, 12, 1, 1, None, -1, id="b16-h4-s0-k0-a4-eagle-tokens-1"),
+    pytest.param(Geometry(16, 4, 0, 0, 4, True), (17,), 0, 0, 12, 1, 2, None, -1, id="b16-h4-s0-k0-a4-eagle-tokens-17"),
+    pytest.param(Geometry(16, 4, 0, 1, 4, False), (17,), 0, 0, 13, 2, 2, (16, 0), -1, id="b16-h4-s0-k1-a4-tokens-17"),
+    pytest.param(Geometry(16, 4, 0, 1, 4, False), (17,), 0, 17, 13, 2, 2, (16, 0), -1, id="b16-h4-s0-k1-a4-tokens-17-sparse-17", marks=[
         pytest.mark.not_applicable(targets={"vllm==0.30.0": "this release is not told where the prefill ends"}),
     ]),
-    pytest.param(Geometry(16, 4, 0, 1, 4, False), (17,), 0, 18, 12, 1, 2, None, id="b16-h4-s0-k1-a4-tokens-17-sparse-18", marks=[
+    pytest.param(Geometry(16, 4, 0, 1, 4, False), (17,), 0, 18, 12, 1, 2, None, -1, id="b16-h4-s0-k1-a4-tokens-17-sparse-18", marks=[
         pytest.mark.not_applicable(targets={"vllm==0.30.0": "this release is not told where the prefill ends"}),
     ]),
-    pytest.param(Geometry(16, 4, 0, 1, 4, False), (19,), 0, 0, 13, 2, 2, (16, 0), id="b16-h4-s0-k1-a4-tokens-19"),
-    pytest.param(Geometry(16, 4, 0, 1, 4, False), (20,), 0, 0, 13, 2, 2, (16, 0), id="b16-h4-s0-k1-a4-tokens-20"),
-    pytest.param(Geometry(16, 4, 0, 1, 4, False), (21,), 0, 0, 13, 2, 2, (20, 0), id="b16-h4-s0-k1-a4-tokens-21"),
-    pytest.param(Geometry(16, 4, 0, 1, 4, False), (31,), 0, 0, 13, 2, 2, (28, 0), id="b16-h4-s0-k1-a4-tokens-31"),
-    pytest.param(Geometry(16, 4, 0, 1, 4, False), (32,), 0, 0, 13, 2, 2, (28, 0), id="b16-h4-s0-k1-a4-tokens-32"),
-    pytest.param(Geometry(16, 4, 0, 1, 4, False), (33,), 0, 0, 13, 2, 3, (32, 1), id="b16-h4-s0-k1-a4-tokens-33"),
-    pytest.param(Geometry(16, 4, 0, 1, 4, False), (1_048_576,), 0, 0, 13, 2, 65_536, (1_048_572, 65_534), id="b16-h4-s0-k1-a4-tokens-1048576"),
-    pytest.param(Geometry(16, 4, 0, 1, 4, True), (17,), 0, 0, 13, 2, 2, (12, 0), id="b16-h4-s0-k1-a4-eagle-tokens-17"),
-    pytest.param(Geometry(64, 8, 0, 1, 16, True), (100,), 0, 0, 12, 1, 2, None, id="b64-h8-s0-k1-a16-eagle-tokens-100"),
+    pytest.param(Geometry(16, 4, 0, 1, 4, False), (19,), 0, 0, 13, 2, 2, (16, 0), -1, id="b16-h4-s0-k1-a4-tokens-19"),
+    pytest.param(Geometry(16, 4, 0, 1, 4, False), (20,), 0, 0, 13, 2, 2, (16, 0), -1, id="b16-h4-s0-k1-a4-tokens-20"),
+    pytest.param(Geometry(16, 4, 0, 1, 4, False), (21,), 0, 0, 13, 2, 2, (20, 0), -1, id="b16-h4-s0-k1-a4-tokens-21"),
+    pytest.param(Geometry(16, 4, 0, 1, 4, False), (31,), 0, 0, 13, 2, 2, (28, 0), -1, id="b16-h4-s0-k1-a4-tokens-31"),
+    pytest.param(Geometry(16, 4, 0, 1, 4, False), (32,), 0, 0, 13, 2, 2, (28, 0), -1, id="b16-h4-s0-k1-a4-tokens-32"),
+    pytest.param(Geometry(16, 4, 0, 1, 4, False), (33,), 0, 0, 13, 2, 3, (32, 1), -1, id="b16-h4-s0-k1-a4-tokens-33"),
+    pytest.param(Geometry(16, 4, 0, 1, 4, False), (1_048_576,), 0, 0, 13, 2, 65_536, (1_048_572, 65_534), -1, id="b16-h4-s0-k1-a4-tokens-1048576"),
+    pytest.param(Geometry(16, 4, 0, 1, 4, True), (17,), 0, 0, 13, 2, 2, (12, 0), -1, id="b16-h4-s0-k1-a4-eagle-tokens-17"),
+    pytest.param(Geometry(64, 8, 0, 1, 16, True), (100,), 0, 0, 12, 1, 2, None, -1, id="b64-h8-s0-k1-a16-eagle-tokens-100"),
 ]
 # fmt: on
 
 
 @pytest.mark.parametrize(COLUMNS.split(", "), ROWS)
 def test_table_ends_with_running_state_and_speculative_blocks(
-    driver, geometry, chunks, lookahead, prefill_end, num_gpu_blocks, need, table_length, checkpoint
+    driver,
+    geometry,
+    chunks,
+    lookahead,
+    prefill_end,
+    num_gpu_blocks,
+    need,
+    table_length,
+    checkpoint,
+    column_to_retire,
 ):
     """After the step the table ends with the running state and the speculative blocks, as the
     next step assumes.
