@@ -45,7 +45,7 @@ bench: $(TEST) ## measure, on an idle machine
 	$(BIN)/python scripts/bench.py
 
 mutants: $(PROVE) ## which changes to the lifted functions are noticed
-	$(BIN)/python scripts/mutants.py
+	$(BIN)/python scripts/mutants.py --write docs/mutants.md
 
 clean: ## remove .venv and what the tools cached here; fetched trees stay
 	rm -rf $(VENV) build *.egg-info .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache

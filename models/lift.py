@@ -212,17 +212,22 @@ def _side_by_side(assumptions: Mapping[str, BoolLike], paths: Sequence[PathSumma
     Code decides alike after equal decisions, so whatever lies on no path lies on the side of some
     decision that no path took; each such side is a question of its own. That needs a path.
     """
-    taken = {path.decisions[: i + 1] for path in paths for i in range(len(path.decisions))}
-    untaken = dict.fromkeys((*before, term.negation(last)) for *before, last in taken)
+    prefixes = [path.decisions[: i + 1] for path in paths for i in range(len(path.decisions))]
+    taken = {_ids(prefix) for prefix in prefixes}
+    untaken = [(*before, term.negation(last)) for *before, last in prefixes]
     question = smt.Question(assumptions)
     core: dict[str, None] = {}
-    for side in untaken:
-        if side not in taken:
-            result = question.ask(*side)
-            if result.answer is not smt.Answer.UNSAT:
-                return result
-            core.update(dict.fromkeys(result.core))
+    for side in {_ids(side): side for side in untaken if _ids(side) not in taken}.values():
+        result = question.ask(*side)
+        if result.answer is not smt.Answer.UNSAT:
+            return result
+        core.update(dict.fromkeys(result.core))
     return smt.Result(smt.Answer.UNSAT, core=tuple(core))
+
+
+def _ids(decisions: Sequence[BoolLike]) -> tuple[int, ...]:
+    """Terms are interned: equal ones are one object."""
+    return tuple(map(id, decisions))
 
 
 def _assumptions(

@@ -472,6 +472,12 @@ def floor_div(a: IntLike, b: IntLike) -> IntLike:
         return whole + rest // b
     if isinstance(rest, int) and rest in (0, -1):
         return whole + rest  # 0 // b is 0 and -1 // b is -1 for every b > 0
+    chosen = _only_choice(rest)
+    if chosen is not None:
+        # A quotient of a choice is a choice of quotients: what a side leaves is one known form.
+        condition, then, otherwise = chosen
+        of_sides: IntLike = choose(condition, floor_div(then, b), floor_div(otherwise, b))
+        return whole + of_sides
     if isinstance(rest, Int) and rest.terms[0][1] < 0:
         # One form for floor and ceiling: (-a) // b == -((a - 1) // b) - 1 for every b > 0.
         return whole - floor_div(-rest - 1, b) - 1
@@ -484,6 +490,19 @@ def floor_div(a: IntLike, b: IntLike) -> IntLike:
     )
     result: IntLike = quotient + whole
     return result
+
+
+def _only_choice(x: IntLike) -> tuple[Bool, IntLike, IntLike] | None:
+    """Split ``x`` by the one choice that it is linear in: condition, ``x`` if so, ``x`` if not."""
+    if isinstance(x, int):
+        return None
+    choices = [(m, c) for m, c in x.terms if any(ATOMS[uid].kind == "choice" for uid in m)]
+    if len(choices) != 1 or len(choices[0][0]) != 1:
+        return None
+    (uid,), coefficient = choices[0]
+    condition, then, otherwise = ATOMS[uid].args
+    without = _make(dict(x.terms) | {(uid,): 0}, x.constant)
+    return condition, without + coefficient * then, without + coefficient * otherwise
 
 
 def _multiples_of(b: IntLike, a: IntLike) -> tuple[IntLike, IntLike]:

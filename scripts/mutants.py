@@ -38,7 +38,7 @@ from models.loader import CORE_MODULES, Core
 from models.prove import Counterexample, Obligation, Prover, Verdict, in_numbers, prove
 from models.rewrite import rewrite
 from models.runtime import BUILTINS
-from models.term import BoolLike, IntLike
+from models.term import BoolLike, IntLike, Unsupported
 from spec.families import family_of, reserves_checkpoint
 from spec.theorems import OBLIGATIONS, THEOREMS, Pool
 from spec.vocabulary import Call, Geometry, Situation, Step
@@ -464,7 +464,10 @@ def judge(
     """
     started = time.perf_counter()
     with mutated_tree(root, mutant) as tree:
-        found = _judge(mutant, root, tree, refuted_before)
+        try:
+            found = _judge(mutant, root, tree, refuted_before)
+        except (Exception, Unsupported) as error:  # else its process would end without an answer
+            found = Judgement(mutant, Outcome.SURVIVED, (), (f"{type(error).__name__}: {error}",))
     return replace(found, seconds=time.perf_counter() - started)
 
 
