@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -120,6 +120,8 @@ def prove(
         f"{len(surprises)} not as expected",
         highlight=False,
     )
+    others = [slug for slug in FAMILIES if slug not in {family for family, _ in OBLIGATIONS}]
+    console.print(f"not looked at: steps of {', '.join(others)}", highlight=False, soft_wrap=True)
     unconfirmed = crosscheck and not _show_crosscheck(console, rows)
     return NOT_AS_EXPECTED if surprises or unconfirmed else AS_EXPECTED
 
@@ -132,9 +134,13 @@ def prove(
     default=GENERATED_TESTS,
     help="Default: the project's.",
 )
+@click.option("--against", metavar="T", help="Expect a checkout to have this target's faults.")
 @click.option("--check", is_flag=True, help="Write nothing; fail where the folder is not current.")
-def gen_tests(targets: tuple[str, ...], out: Path, check: bool) -> int:
-    """Write the generated tests, or check that the committed ones are current."""
+def gen_tests(targets: tuple[str, ...], out: Path, against: str | None, check: bool) -> int:
+    """Write the generated tests, or check that the committed ones are current.
+
+    A test of what a target is not expected to break fails; of a known fault, it is a strict xfail.
+    """
     from conformance import gen_tests as writing
     from conformance.obligations import Selection, settle
 
@@ -143,10 +149,14 @@ def gen_tests(targets: tuple[str, ...], out: Path, check: bool) -> int:
         if not check:
             trees = _resolved(targets or DEFAULT_TARGETS)
             with _progress() as on_progress, _ctrl_c_ends_at_once():
-                files = writing.generate_files(trees, on_progress)
+                found = {
+                    tree.target: settle(tree, Selection(), on_progress=on_progress)
+                    for tree in trees
+                }
+                files = writing.generate_files(trees, on_progress, against=against, rows=found)
             changed = writing.write(files, out)
             _print(console, f"{out}: {len(files)} files, {len(changed)} changed")
-            return AS_EXPECTED
+            return _show_surprises(console, found, against)
         differences = writing.check_rendering(out)
         trees = _resolved(targets or writing.committed_targets(out))
         with _progress() as on_progress, _ctrl_c_ends_at_once():
@@ -174,19 +184,23 @@ def gen_tests(targets: tuple[str, ...], out: Path, check: bool) -> int:
     default=GENERATED_TESTS,
     help="Folder that gen-tests wrote. Default: the project's.",
 )
+@click.option("--against", metavar="T", help="Expect a checkout to have this target's faults.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
 @click.argument("pytest_args", nargs=-1, type=click.UNPROCESSED)
 def conform(
     targets: tuple[str, ...],
     tier: str,
     tests_dir: Path,
+    against: str | None,
     device: str,
     pytest_args: tuple[str, ...],
 ) -> int:
     """Run the generated tests on the real managers; what follows -- goes to pytest."""
     from conformance.conform import run
 
-    return run(targets or DEFAULT_TARGETS, tier, pytest_args, tests_dir, device=device)
+    return run(
+        targets or DEFAULT_TARGETS, tier, pytest_args, tests_dir, device=device, against=against
+    )
 
 
 @cli.command()
@@ -453,6 +467,31 @@ def _in_parallel(
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, others)
     return list(found)
+
+
+def _show_surprises(
+    console: Any, rows: Mapping[str, list[dict[str, Any]]], against: str | None
+) -> int:
+    """Print what no target was expected to break, whose tests will fail."""
+    from conformance.expectations import MANAGER, expected, where
+    from conformance.obligations import is_as_expected
+    from conformance.report import show_unproved
+
+    judged = [
+        {
+            **row,
+            "expected": row["expected"]
+            or (
+                against
+                and expected(against, MANAGER, where(row["family"], row["tags"]), row["theorem"])
+            ),
+        }
+        for found in rows.values()
+        for row in found
+    ]
+    surprises = [row for row in judged if not is_as_expected(row)]
+    show_unproved(console, surprises, _keep_scenarios(surprises))
+    return NOT_AS_EXPECTED if surprises else AS_EXPECTED
 
 
 def _crosschecked(rows: Sequence[dict[str, Any]], trees: Sequence[Tree]) -> list[dict[str, Any]]:

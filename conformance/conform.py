@@ -36,6 +36,7 @@ def run(
     tests_dir: Path,
     *,
     device: str = "auto",
+    against: str | None = None,
 ) -> int:
     """Run the generated tests on targets.
 
@@ -44,6 +45,7 @@ def run(
         tier: One of `TIERS`.
         pytest_args: Passed on to pytest.
         tests_dir: Folder of the generated tests.
+        against: Target whose known faults are expected of a target without expectations.
         device: One of `DEVICES`. The managers hold no device memory, so `cuda` only makes sure
             that there is such a device.
 
@@ -57,6 +59,7 @@ def run(
     except ConformError as error:
         return _could_not_run(str(error))
     base = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--capproof-tier", tier]
+    base += [] if against is None else ["--capproof-against", against]
     tail = [str(tests_dir), *pytest_args]
     if tier == "core":
         named = [argument for target in targets for argument in ("--capproof-target", target)]

@@ -322,6 +322,7 @@ class RequestUnderTest:
             # An absent key equals an empty table.
             {key: [*map(_block_id, table)] for key, table in tables.items() if table},
             [dict(checkpoints) for checkpoints in pending if checkpoints is not None],
+            _plain(vars(self.manager)),
         )
 
     def _check_size(self, call: Call) -> None:
@@ -405,6 +406,20 @@ def vllm_driver(root: Path | None = None) -> Driver:
         BindingError: It cannot be imported, lies outside `root`, or cannot be driven.
     """
     return Driver(import_vllm(root))
+
+
+def _plain(value: Any) -> Any:
+    """A value of a manager's attribute to compare with later: blocks by id, no empty containers."""
+    if isinstance(value, dict):
+        plain = ((key, _plain(item)) for key, item in value.items())
+        return {key: item for key, item in plain if item not in ({}, [], set())}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, set):
+        return set(value)
+    if isinstance(value, int | str):
+        return value
+    return getattr(value, "block_id", id(value))
 
 
 def _hash_map_ids(pool: Any) -> dict[Any, list[int]]:

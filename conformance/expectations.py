@@ -14,6 +14,8 @@ else:
     import tomli as tomllib
 
 EXPECTATIONS_FILE = Path(spec.__file__).with_name("expectations.toml")
+#: The manager that is modelled.
+MANAGER = "mamba-align"
 #: All that can be expected; UNKNOWN, UNSUPPORTED and VACUOUS never can.
 EXPECTABLE = ("PROVED", "REFUTED", "NOT_APPLICABLE")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance import cases, generate, render
-from conformance.expectations import where
+from conformance.expectations import expectations, expected, where
 from conformance.obligations import Row, Selection, settle
 from conformance.scenario import Scenario, ScenarioError, dumps, load, loads
 from conformance.targets import Tree
@@ -43,27 +43,43 @@ class Difference:
 
 
 def generate_files(
-    trees: Sequence[Tree], on_progress: Callable[[str], None] = lambda text: None
+    trees: Sequence[Tree],
+    on_progress: Callable[[str], None] = lambda text: None,
+    *,
+    against: str | None = None,
+    rows: Mapping[str, list[Row]] | None = None,
 ) -> dict[Path, str]:
     """Solve, make all scenarios, and return every file's text by its path below the output.
+
+    Args:
+        trees: The targets.
+        on_progress: Told what is being worked on.
+        against: Target whose expected verdicts those without any have; None is all proved.
+        rows: Verdicts by target, where they are known already.
 
     Raises:
         CoreError: A tree cannot be loaded.
         NotUnderstood: The lifter does not understand a tree.
     """
     lifted = {tree.target: LiftedTree(tree.root) for tree in trees}
-    rows = {tree.target: settle(tree, Selection(), on_progress=on_progress) for tree in trees}
+    if rows is None:
+        rows = {tree.target: settle(tree, Selection(), on_progress=on_progress) for tree in trees}
     requests = generate.paths_and_edges(lifted, on_progress)
     requests.update(generate.cases(cases.known_cases()))
     refuted = _all_refutations(itertools.chain(*rows.values()), lifted)
     requests.update({generate.request_in(scenario): scenario.source for scenario in refuted})
     by_family = generate.collect(requests, lifted)
     verdicts = {target: _by_family(found) for target, found in rows.items()}
-    content = {"schema": 1, "solver": f"z3 {SOLVER_VERSION}", "verdicts": verdicts}
+    content = {
+        "schema": 1,
+        "solver": f"z3 {SOLVER_VERSION}",
+        "against": against,
+        "verdicts": verdicts,
+    }
     files = {SCENARIOS / f"{family}.json": dumps(group) for family, group in by_family.items()}
     files[VERDICTS] = json.dumps(content, indent=2) + "\n"
     files.update({REFUTATIONS / f"{s.name}.json": dumps(s) for s in refuted})
-    return {**files, **_rendered(by_family, verdicts, SOLVER_VERSION)}
+    return {**files, **_rendered(by_family, content, SOLVER_VERSION)}
 
 
 def write(files: Mapping[Path, str], out: Path) -> list[Path]:
@@ -157,7 +173,7 @@ def check_rendering(out: Path) -> list[Difference]:
     by_family = _committed_scenarios(out)
     content = _committed(out)
     solver = content["solver"].removeprefix("z3 ")
-    rendered = _rendered(by_family, content["verdicts"], solver)
+    rendered = _rendered(by_family, content, solver)
     stale = [
         Difference(f"{path} differs from what its scenarios render to")
         for path, text in rendered.items()
@@ -216,13 +232,14 @@ def _committed(out: Path) -> dict[str, Any]:
     try:
         content = json.loads((out / VERDICTS).read_text(encoding="utf-8"))
         solver, verdicts = content["solver"], content["verdicts"]
+        against = content.get("against")
         _check_shape(solver, verdicts)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise GenTestsError(
             f"{out / VERDICTS}: not the verdicts of a gen-tests run ({type(error).__name__}); "
             "run `capproof gen-tests` again"
         ) from None
-    return {"solver": solver, "verdicts": verdicts}
+    return {"solver": solver, "against": against, "verdicts": verdicts}
 
 
 def _check_shape(solver: str, verdicts: Verdicts) -> None:
@@ -248,10 +265,24 @@ def _all_refutations(rows: Iterable[Row], lifted: Mapping[str, LiftedTree]) -> l
 
 
 def _rendered(
-    by_family: Mapping[str, Sequence[Scenario]], verdicts: Verdicts, solver: str
+    by_family: Mapping[str, Sequence[Scenario]], content: Mapping[str, Any], solver: str
 ) -> dict[Path, str]:
-    files = render.render(by_family, verdicts, solver)
+    is_expected = _expecting(content["against"])
+    files = render.render(by_family, content["verdicts"], solver, is_expected)
     return {Path(path): text for path, text in files.items()}
+
+
+def _expecting(against: str | None) -> render.IsExpected:
+    """Whether a target is expected to break a theorem; without expectations, as ``against``."""
+    known = {target for target, *_ in expectations()}
+
+    def is_expected(target: str, scenario: Scenario, slug: str) -> bool:
+        is_split = scenario.family == "first" and "checkpoint" in scenario.tags
+        family = where(scenario.family, ("checkpoint",) if is_split else ())
+        of = target if target in known or against is None else against
+        return expected(of, scenario.manager, family, slug) == "REFUTED"
+
+    return is_expected
 
 
 def _by_family(rows: Iterable[Row]) -> dict[str, dict[str, str]]:

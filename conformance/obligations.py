@@ -20,13 +20,15 @@ import models
 import spec
 from conformance import scenario
 from conformance.bindings import OWN_METHODS
-from conformance.expectations import EXPECTABLE, expected, where
+from conformance.driver import BindingError, Driver, core_driver
+from conformance.expectations import EXPECTABLE, MANAGER, expected, where
+from conformance.replay import Outcome, replay
+from conformance.scenario import Scenario
 from conformance.targets import CORE_FILE, Tree, cache_root
 from models.loader import CORE_MODULES, CoreError
 from spec.assumptions import CHECKPOINT_BLOCKS, SPECULATIVE_BLOCKS
 from spec.theorems import OBLIGATIONS, THEOREMS
 
-MANAGER = "mamba-align"
 SCHEMA = 1
 
 Row = dict[str, Any]
@@ -135,7 +137,7 @@ def _prove(tree: Tree, selection: Selection, on_progress: Callable[[str], None])
     from models.predict import LiftedTree
     from models.prove import prove
 
-    lifted = LiftedTree(tree.root)
+    lifted, real_code = LiftedTree(tree.root), _RealCode(tree)
     for obligation in prove(
         tree.root,
         explorer=lifted.exploration,
@@ -143,11 +145,12 @@ def _prove(tree: Tree, selection: Selection, on_progress: Callable[[str], None])
         theorems=selection.theorems,
         on_progress=lambda text: on_progress(f"{tree.target} {text}"),
     ):
-        found = at_scale = None
+        found = at_scale = seen = None
         if obligation.counterexample is not None:
             trees = {tree.target: lifted}
             found = refutation(tree.target, obligation, obligation.counterexample, trees)
             at_scale = refutation_at_production_sizes(tree.target, obligation, trees)
+            seen = real_code.shows(found)
         yield {
             "manager": MANAGER,
             "family": obligation.family,
@@ -159,11 +162,33 @@ def _prove(tree: Tree, selection: Selection, on_progress: Callable[[str], None])
             "seconds": round(obligation.seconds, 4),
             "assumptions": list(obligation.assumptions),
             "scenario": None if found is None else scenario.to_json(found),
+            "replay": seen,
             "scenario_at_production_sizes": (
                 None if at_scale is None else scenario.to_json(at_scale)
             ),
             "reason": obligation.reason,
         }
+
+
+class _RealCode:
+    """The tree's own manager, run natively (core tier); loaded when it is first asked."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self._driver: Driver | None = None
+
+    def shows(self, found: Scenario) -> str:
+        """Return what it shows of a counterexample: `reproduced`, or another outcome and why."""
+        try:
+            self._driver = self._driver or core_driver(self._tree.root)
+        except BindingError as error:
+            return f"{Outcome.COULD_NOT_RUN.value}: {error}"
+        seen = replay(found, self._driver, self._tree.target)
+        if seen.outcome is not Outcome.REPRODUCED:
+            return f"{seen.outcome.value}: {seen.detail}"
+        if seen.theorem_holds is not False:
+            return f"{Outcome.DISAGREES.value}: it holds in all that two chunks bring about"
+        return seen.outcome.value
 
 
 class _Store:

@@ -54,22 +54,34 @@ def show_unproved(
             continue
         family = where(row["family"], row["tags"])
         head = f"{row['verdict']} {row['target']} {family} {row['theorem']}"
+        head += " (as expected)" if is_as_expected(row) else ""
         if row["scenario"] is None:
             key = row["verdict"], row["target"], str(row["reason"])
             undecided.setdefault(key, []).append(f"{family} {row['theorem']}")
             continue
         line = counterexample_line(row["scenario"], row["target"])
-        console.print(f"{head}: {line}", markup=False, soft_wrap=True)
+        console.print(f"{head}: {line}", markup=False, highlight=False, soft_wrap=True)
         if row["scenario_at_production_sizes"] is not None:
             line = counterexample_line(row["scenario_at_production_sizes"], row["target"])
-            console.print(f"  at production sizes: {line}", markup=False, soft_wrap=True)
+            console.print(
+                f"  at production sizes: {line}", markup=False, highlight=False, soft_wrap=True
+            )
+        if row["replay"] != "reproduced":
+            console.print(
+                f"  NOT shown by the real code: {row['replay']}",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
         path = replay_paths.get((row["target"], row["scenario"]["name"]))
         if path is not None:
             command = shlex.join(["capproof", "replay", path, "--target", row["target"]])
             console.print(f"  {command}", markup=False, highlight=False, soft_wrap=True)
     for (verdict, target, reason), obligations in undecided.items():
         which = obligations[0] if len(obligations) == 1 else f"{len(obligations)} obligations"
-        console.print(f"{verdict} {target} {which}: {reason}", markup=False, soft_wrap=True)
+        console.print(
+            f"{verdict} {target} {which}: {reason}", markup=False, highlight=False, soft_wrap=True
+        )
 
 
 def counterexample_line(scenario: Mapping[str, Any], target: str) -> str:
@@ -122,10 +134,10 @@ def show_replay(console: Console, scenario: Scenario, replay: Replay, tier: str)
     if replay.steps:
         console.print(_steps(scenario, replay.steps))
     if replay.detail:
-        console.print(f"  {replay.detail}", markup=False, soft_wrap=True)
+        console.print(f"  {replay.detail}", markup=False, highlight=False, soft_wrap=True)
     if scenario.theorem is not None and replay.theorem_holds is not None:
         verb = "holds here" if replay.theorem_holds else "is broken"
-        console.print(f"  {scenario.theorem} {verb}", markup=False, soft_wrap=True)
+        console.print(f"  {scenario.theorem} {verb}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _steps(scenario: Scenario, seen: Sequence[StepSeen]) -> Table:

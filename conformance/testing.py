@@ -12,6 +12,7 @@ from typing import NoReturn
 import pytest
 
 from conformance.driver import BindingError, Driver, core_driver, vllm_driver
+from conformance.expectations import expectations
 from conformance.targets import DEFAULT_TARGETS, TargetError, resolve
 
 COULD_NOT_RUN = 2
@@ -27,6 +28,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         metavar="T",
         help="vLLM tree to test, may be repeated (default: the project's default targets)",
+    )
+    group.addoption(
+        "--capproof-against",
+        metavar="T",
+        help="target whose known faults a target without expectations has too",
     )
     group.addoption(
         "--capproof-tier",
@@ -78,16 +84,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what the target cannot be asked; expect the failure of what is refuted for it."""
+    against = config.getoption("--capproof-against", None)
     not_applicable = [item for item in items if _cannot_be_asked(item)]
     if not_applicable:
         config.hook.pytest_deselected(items=not_applicable)
         items[:] = [item for item in items if not _cannot_be_asked(item)]
     for item in items:
-        target = _target_of(item)
         for mark in item.iter_markers("refuted"):
             reasons = _reasons(item, mark)
-            if target in reasons:
-                item.add_marker(_expected_failure(mark, reasons[target]))
+            for name in _judged_as(_target_of(item), against):
+                if name in reasons:
+                    item.add_marker(_expected_failure(mark, reasons[name]))
 
 
 @pytest.fixture(scope="session")
@@ -123,6 +130,12 @@ def _reasons(item: pytest.Item, mark: pytest.Mark) -> Mapping[str, str]:
 def _target_of(item: pytest.Item) -> str | None:
     callspec = getattr(item, "callspec", None)
     return None if callspec is None else callspec.params.get("driver")
+
+
+def _judged_as(target: str | None, against: str | None) -> set[str | None]:
+    """Targets whose known faults are expected: itself, and for a checkout ``against``."""
+    has_expectations = any(target == known for known, *_ in expectations())
+    return {target} if has_expectations or against is None else {target, against}
 
 
 def _targets(config: pytest.Config) -> list[str]:

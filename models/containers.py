@@ -148,6 +148,10 @@ class Table(_Modelled):
         self._at = lambda i: _either(i < split, lambda: head(i), lambda: rest(i - split))
         self.length = split + tail.length
 
+    def __iadd__(self, tail: Any) -> Table:
+        self.extend(tail)
+        return self
+
     def copy(self) -> Table:
         """A table that later changes do not touch."""
         return Table(self.length, self._at)
@@ -174,6 +178,15 @@ class Table(_Modelled):
         return index
 
 
+def _repeated(blocks: list[Any], times: IntLike) -> Table:
+    if len(blocks) != 1 or not isinstance(blocks[0], Block):
+        raise Unsupported("a list of other than one block, repeated a symbolic number of times")
+    return Table.filled(blocks[0], term.choose(times > 0, times, 0))
+
+
+term.repeat_list = _repeated
+
+
 def _either(
     condition: BoolLike, then: Callable[[], Block], otherwise: Callable[[], Block]
 ) -> Block:
@@ -195,8 +208,8 @@ class Pool(_Modelled):
     metrics_collector = None
     enable_kv_cache_events = False
 
-    def __init__(self, hash_block_size: IntLike, num_gpu_blocks: IntLike) -> None:
-        self.hash_block_size, self.num_gpu_blocks = hash_block_size, num_gpu_blocks
+    def __init__(self, hash_block_size: IntLike) -> None:
+        self.hash_block_size = hash_block_size
         self.num_hash_lookahead_tokens = 0
         self.null_block = NULL_BLOCK
         self.drawn: IntLike = 0

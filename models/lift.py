@@ -154,6 +154,7 @@ def symbolic_situation(
         ),
         table_length=0 if is_admission else _table_length(computed, geometry),
         prefill_length=term.int_var("prefill_length", 1),
+        has_left_over_checkpoint=term.bool_var("has_checkpoint_before"),
     )
 
 
@@ -352,7 +353,7 @@ class _StepRun:
             num_prefill_checkpoint_blocks=geometry.num_prefill_checkpoint_blocks,
             prefill_checkpoint_alignment=geometry.prefill_checkpoint_alignment,
         )
-        self.pool = Pool(geometry.hash_block_size, term.int_var("num_gpu_blocks", 1))
+        self.pool = Pool(geometry.hash_block_size)
         self.manager = core.symbol_of("MambaManager")(
             spec,
             block_pool=self.pool,
@@ -452,7 +453,7 @@ class _StepRun:
         """An estimate whose check fails leaves its checkpoint behind, so even an admission may."""
         if "_checkpoints" in vars(self.manager):
             left_over = term.int_var("checkpoint_before", 1), term.int_var("column_before", 0)
-            present = term.bool_var("has_checkpoint_before")
+            present = self.situation.has_left_over_checkpoint
             self.manager._checkpoints = Pending(REQUEST, present, left_over)
 
     def _pending_checkpoint(self) -> tuple[BoolLike, IntLike, IntLike]:

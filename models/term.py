@@ -65,6 +65,10 @@ implied: Callable[[Bool], bool | None] = _nothing_implied
 text_allowed = True
 
 
+#: Set by `models.containers`: `[block] * n` for a term `n`.
+repeat_list: Callable[[list[Any], Int], Any] | None = None
+
+
 def _intern_atom(
     kind: str, args: tuple[Any, ...], low: int | None = None, high: int | None = None
 ) -> Int:
@@ -94,6 +98,11 @@ class _Unsupporting:
 
     def _refuse(self, what: str) -> NoReturn:
         raise Unsupported(f"{what} of a symbolic {type(self).__name__.lower()}")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse(f"attribute {name}")
 
     def __index__(self) -> NoReturn:
         self._refuse("use as an index or a count")
@@ -192,6 +201,8 @@ class Int(_Unsupporting):
             other = int_of(other)
         if isinstance(other, int):
             return _make({m: c * other for m, c in self.terms}, self.constant * other)
+        if isinstance(other, list) and repeat_list is not None:
+            return repeat_list(other, self)
         if not isinstance(other, Int):
             return NotImplemented
         product: dict[Monomial, int] = {}

@@ -127,6 +127,14 @@ TABLE_HOLDS_COMPUTED_STATE = Assumption(
     ),
 )
 
+LEFT_OVER_NEEDS_CHECKPOINT_BLOCKS = Assumption(
+    "left-over-needs-checkpoint-blocks",
+    "An earlier estimate left a checkpoint pending only if there are checkpoint blocks.",
+    "v1/core/single_type_kv_cache_manager.py, MambaManager._needs_internal_checkpoint asks for "
+    "them first",
+    lambda s: implies(s.has_left_over_checkpoint, s.geometry.num_prefill_checkpoint_blocks > 0),
+)
+
 RELEASE_IS_DENSE = Assumption(
     "release-is-dense",
     "prefill_end is 0: the release knows no sparse retention.",
@@ -148,6 +156,7 @@ ASSUMPTIONS: tuple[Assumption, ...] = (
     PROMPT_HAS_TOKENS,
     ADMISSION_STARTS_AT_ZERO,
     TABLE_HOLDS_COMPUTED_STATE,
+    LEFT_OVER_NEEDS_CHECKPOINT_BLOCKS,
 )
 #: In force besides, for trees whose estimator is not told where the prefill ends.
 OF_SOME_RELEASES: tuple[Assumption, ...] = (RELEASE_IS_DENSE,)

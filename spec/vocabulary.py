@@ -68,6 +68,8 @@ class Situation:
     """Whether the table was made by an asynchronous load and nothing is computed yet."""
     preempted: BoolLike = False
     """Whether the request ran before and lost its blocks."""
+    has_left_over_checkpoint: BoolLike = False
+    """Whether an earlier estimate of the request left a checkpoint pending."""
     owns_partial_tail: BoolLike = False
     """Whether the request's own partial tail block is cached and must be copied on write."""
 

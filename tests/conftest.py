@@ -10,10 +10,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from conformance.replay import PROJECT_ROOT
 from conformance.targets import CORE_FILE, resolve
 from models.loader import CORE_MODULES
+
+#: A slow machine is no failure of the property under test.
+settings.register_profile(
+    "any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any-machine")
 
 CopyTree = Callable[..., Path]
 Capproof = Callable[..., "subprocess.CompletedProcess[str]"]
