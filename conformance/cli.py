@@ -113,6 +113,8 @@ def prove(
     console = _console()
     show_verdicts(console, rows)
     show_unproved(console, rows, _keep_scenarios(rows))
+    others = [slug for slug in FAMILIES if slug not in {family for family, _ in OBLIGATIONS}]
+    console.print(f"not looked at: steps of {', '.join(others)}", highlight=False, soft_wrap=True)
     surprises = [row for row in rows if not is_as_expected(row)]
     proved = sum(row["verdict"] == "PROVED" for row in rows)
     console.print(
@@ -120,8 +122,6 @@ def prove(
         f"{len(surprises)} not as expected",
         highlight=False,
     )
-    others = [slug for slug in FAMILIES if slug not in {family for family, _ in OBLIGATIONS}]
-    console.print(f"not looked at: steps of {', '.join(others)}", highlight=False, soft_wrap=True)
     unconfirmed = crosscheck and not _show_crosscheck(console, rows)
     return NOT_AS_EXPECTED if surprises or unconfirmed else AS_EXPECTED
 

@@ -121,7 +121,7 @@ def to_json(scenario: Scenario) -> dict[str, Any]:
         "theorem": scenario.theorem,
         "source": scenario.source,
         "predicted": {
-            target: {**_record_to_json(prediction), "violates": list(prediction.violates)}
+            target: _record_to_json(prediction)
             for target, prediction in (scenario.predicted or {}).items()
         },
     }
@@ -152,7 +152,8 @@ def dump(scenarios: Scenario | Iterable[Scenario], path: Path) -> None:
 
 
 def _record_to_json(record: Any) -> dict[str, Any]:
-    return {field.name: getattr(record, field.name) for field in fields(record)}
+    values = ((field.name, getattr(record, field.name)) for field in fields(record))
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values}
 
 
 def _step_to_json(step: ScenarioStep) -> dict[str, Any]:

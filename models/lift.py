@@ -300,7 +300,7 @@ def _run(
     except CoreError:
         raise
     except (Unsupported, PlaceholderUsed, Exception) as error:
-        raise _not_understood(core, error, "building the state: ") from error
+        raise _not_understood(core, error) from error
     try:
         with following(path):
             step, raised_at = run.step(), None
@@ -314,9 +314,9 @@ def _run(
     return PathSummary(term.conjunction(decisions), step, raised_at, decisions)
 
 
-def _not_understood(core: Core, error: BaseException, doing: str = "") -> NotUnderstood:
+def _not_understood(core: Core, error: BaseException) -> NotUnderstood:
     kind = "" if isinstance(error, Unsupported | PlaceholderUsed) else f"{type(error).__name__}: "
-    return NotUnderstood(f"{core.location(error) or core.file_of(MANAGERS)}: {doing}{kind}{error}")
+    return NotUnderstood(f"{core.location(error) or core.file_of(MANAGERS)}: {kind}{error}")
 
 
 def _is_outcome(core: Core, error: Exception) -> bool:

@@ -100,7 +100,7 @@ class _Unsupporting:
         raise Unsupported(f"{what} of a symbolic {type(self).__name__.lower()}")
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
+        if name.startswith("__") or not hasattr(int, name):
             raise AttributeError(name)
         self._refuse(f"attribute {name}")
 

@@ -160,8 +160,11 @@ def verdicts(release: str) -> dict[tuple[str, tuple[str, ...], str], str]:
 
 
 def main() -> None:
+    release = sys.argv[1] if sys.argv[1:] else RELEASES[-1]
+    if release not in RELEASES:
+        sys.exit(f"{release} is not transcribed; one of {', '.join(RELEASES)}")
     started = time.perf_counter()
-    for (family, tags, slug), verdict in verdicts(sys.argv[1]).items():
+    for (family, tags, slug), verdict in verdicts(release).items():
         print(f"{verdict:8} {' '.join((family, *tags)):16} {slug}")
     print(f"{time.perf_counter() - started:.2f} s")
 

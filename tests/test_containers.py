@@ -170,7 +170,7 @@ def test_blocks_are_the_same_if_their_ids_are() -> None:
 
 def test_fresh_blocks_are_fresh() -> None:
     """Blocks handed out differ from each other, over several requests of the pool."""
-    pool = Pool(1, 10)
+    pool = Pool(1)
     first, second = pool.get_new_blocks(COUNT), pool.get_new_blocks(2)
     values = {"count": 3}
 
@@ -181,7 +181,7 @@ def test_fresh_blocks_are_fresh() -> None:
 
 def test_a_negative_request_gives_nothing_and_counts() -> None:
     """Asking for a negative number gives no block and raises the free count, as vLLM does."""
-    pool = Pool(1, 10)
+    pool = Pool(1)
 
     assert ids(pool.get_new_blocks(COUNT), {"count": -3}) == []
     assert value_of(pool.drawn, {"count": -3}) == -3
@@ -189,14 +189,14 @@ def test_a_negative_request_gives_nothing_and_counts() -> None:
 
 def test_a_block_is_writable_if_it_is_owned_and_not_null() -> None:
     """`is_block_writable` follows vLLM's: the null block never is."""
-    pool = Pool(1, 10)
+    pool = Pool(1)
 
     assert pool.is_block_writable(Block(3, THERE)) is THERE
     assert pool.is_block_writable(Block(0, True)) is False
     with pytest.raises(Unsupported, match="get_num_free_blocks"):
         pool.get_num_free_blocks()
     with pytest.raises(Unsupported):
-        _ = pool == Pool(1, 10)
+        _ = pool == Pool(1)
 
 
 @pytest.mark.parametrize("is_there", [False, True])

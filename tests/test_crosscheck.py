@@ -167,7 +167,7 @@ def test_prove_crosscheck_confirms_a_family(
 
     rows = json.loads(file.read_text())["obligations"]
     assert {row["crosscheck"] for row in rows} == {AGREES}
-    assert capsys.readouterr().out.splitlines()[-1] == "crosscheck: 9 of 9 verdicts confirmed"
+    assert capsys.readouterr().out.splitlines()[-1] == "crosscheck: 13 of 13 verdicts confirmed"
 
 
 @pytest.mark.usefixtures("own_cache")

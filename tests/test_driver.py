@@ -51,6 +51,11 @@ def edited(trees: Mapping[str, Path], tmp_path: Path) -> Callable[..., Path]:
     return edit
 
 
+def counts(step: Step) -> tuple[object, ...]:
+    """What is counted of a step, and whether its dry run left no trace."""
+    return step.dry_run, step.estimate, step.drawn, step.table_length, step.dry_run_left_state
+
+
 def free_list(request: Any) -> list[int]:
     """Block ids in the order in which the pool would hand them out."""
     return [block.block_id for block in request.pool.free_block_queue.get_all_free_blocks()]
@@ -95,7 +100,7 @@ def test_the_rows_of_57050(
         step = request.apply(Call(prompt, prompt, 23_040, 23_040))
 
         columns = -(-prompt // block_size) + num_speculative
-        assert step == Step(estimate, estimate, right, columns, True), release
+        assert counts(step) == (estimate, estimate, right, columns, True), release
 
 
 @pytest.mark.parametrize("release", ["0.30.0", "0.31.0"])
@@ -111,7 +116,10 @@ def test_first_admission(
     step = request.apply(FIRST)
 
     need = 1 + num_speculative + (num_checkpoint > 0)
-    assert step == Step(need, need, need, 7 + num_speculative, True)
+    assert counts(step) == (need, need, need, 7 + num_speculative, True)
+    assert step.pending_checkpoint == ((96, 5) if num_checkpoint else None)
+    assert (step.returned_new_columns, step.no_block_is_twice) == (True, True)
+    assert step.column_to_retire == -1
     observed = request.observe()
     assert (observed.held, observed.free) == (need, 31 - need)
     # The table: nulls for skipped blocks, then the blocks in the order in which they were drawn.

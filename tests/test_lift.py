@@ -152,6 +152,13 @@ def seen_by_lifted_code(exploration: Exploration, values: Values) -> tuple[int, 
     return exploration.paths.index(path), in_numbers(path.step, Evaluator(values))
 
 
+def state_of(ready: Ready) -> Values:
+    """The situation's numbers, and the column that the real manager would free next."""
+    column = ready.request.manager.last_state_block_idx.get("request")
+    known = {} if column is None else {"column_to_retire_before": column}
+    return {**values_of(ready), "has_column_to_retire_before": column is not None, **known}
+
+
 def self_check(
     explorations: Mapping[bool, Exploration], ready: Iterator[Ready], *, least: int, most: int
 ) -> tuple[int, int]:
@@ -162,7 +169,7 @@ def self_check(
         if done >= least and (hit == paths or done >= most):
             break
         eagle = step.situation.geometry.drop_eagle_checkpoint_block
-        path, expected = seen_by_lifted_code(explorations[eagle], values_of(step))
+        path, expected = seen_by_lifted_code(explorations[eagle], state_of(step))
         hit.add((eagle, path))
         assert step.request.apply(step.situation.call) == expected, step.situation
     return len(hit), len(paths)

@@ -132,7 +132,7 @@ def test_a_row_holds_what_the_contract_says(settled: dict[str, list[Row]], targe
         assert row.keys() == {
             *("target", "manager", "family", "tags", "theorem", "verdict", "expected", "scope"),
             *("params", "seconds", "assumptions", "scenario", "reason"),
-            "scenario_at_production_sizes",  # an addition
+            *("scenario_at_production_sizes", "replay"),  # additions
         }
         assert (row["target"], row["manager"]) == (target, "mamba-align")
         assert row["verdict"] in {"PROVED", "REFUTED"}
@@ -144,6 +144,7 @@ def test_a_row_holds_what_the_contract_says(settled: dict[str, list[Row]], targe
         assert row["params"] == {"S": [0, 1, 2, 3, 4, 5, 6, 7, 8], "K": [0, 1]}
         assert row["seconds"] > 0
         assert (row["scenario"] is not None) == (row["verdict"] == "REFUTED")
+        assert row["replay"] == ("reproduced" if row["verdict"] == "REFUTED" else None)
         assert row["reason"] is None
 
 
@@ -191,8 +192,8 @@ def test_only_what_can_be_expected_is_as_expected(
 @pytest.mark.parametrize(
     ("selection", "number"),
     [
-        (Selection(), 36),
-        (Selection(families=("first",)), 18),
+        (Selection(), 52),
+        (Selection(families=("first",)), 26),
         (Selection(theorems=("exact-estimate",)), 4),
         (Selection(("first", "running"), ("exact-estimate", "no-undercount")), 6),
     ],

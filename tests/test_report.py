@@ -51,6 +51,7 @@ def row(**changes: Any) -> dict[str, Any]:
         "seconds": 0.254,
         "scenario": None,
         "scenario_at_production_sizes": None,
+        "replay": None,
         "reason": None,
         **changes,
     }
@@ -63,9 +64,10 @@ REFUTED = row(
     verdict="REFUTED",
     expected="REFUTED",
     scenario=to_json(SCENARIO),
+    replay="reproduced",
 )
 UNSUPPORTED = row(
-    verdict="UNSUPPORTED", reason="vllm/v1/core/managers.py:100: building the state: :smile: [/red]"
+    verdict="UNSUPPORTED", reason="vllm/v1/core/managers.py:100: a blank :smile: [/red]"
 )
 
 
@@ -152,7 +154,7 @@ def test_a_refutation_is_one_line_with_its_numbers_and_a_command() -> None:
 
     numbers, command = text.splitlines()
     assert numbers == (
-        "REFUTED vllm==0.30.0 checkpoint exact-estimate: B 896, H 128, S 1, K 1, "
+        "REFUTED vllm==0.30.0 checkpoint exact-estimate (as expected): B 896, H 128, S 1, K 1, "
         "23,040 tokens computed, then 704,547: estimate 761, drawn 3, needed 2"
     )
     assert shlex.split(command) == [

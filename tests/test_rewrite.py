@@ -306,7 +306,7 @@ def test_an_operand_that_changes_something_runs_only_where_python_runs_it(name: 
         module = module_of(EFFECTS_SOURCE % EFFECTS[name], lifted=True)
         state = module["State"]()
         state.x, state.items, state.table = 0, [0], defaultdict(list)
-        state.context, state.pool = Watched(), Pool(1, 10)
+        state.context, state.pool = Watched(), Pool(1)
 
         def seen(state: Any = state, module: dict[str, Any] = module) -> tuple[Any, ...]:
             pool, context = state.pool.drawn, state.context.entered
@@ -384,7 +384,7 @@ def test_one_block_fills_a_row_only_if_it_is_the_same_block() -> None:
         "def g(pool, n, null):\n    return [pool.get_new_blocks(1)[0] for _ in range(n)]\n"
     )
     module = module_of(source, lifted=True)
-    pool = Pool(1, 10)
+    pool = Pool(1)
     path = Path({"a": 3}, (A >= 0,))
     with following(path):
         row = module["f"](pool, A, pool.null_block)
@@ -428,7 +428,7 @@ def test_what_cannot_be_lifted_is_refused_when_it_runs(expression: str) -> None:
     """Identity, text and the frame of a caller mean nothing for terms, so they are Unsupported."""
     function = module_of(f"def f(pool, a, b, c):\n    return {expression}\n", lifted=True)["f"]
     with following(Path({"a": 1, "b": 1}, ())), pytest.raises(Unsupported):
-        function(Pool(1, 1), A, B, C)
+        function(Pool(1), A, B, C)
 
 
 def test_messages_may_name_terms() -> None:

@@ -160,6 +160,11 @@ BROKEN = {
     "prompt-has-tokens": replace(KEPT, prefill_length=0),
     "admission-starts-at-zero": replace(KEPT, table_length=0),
     "table-holds-computed-state": replace(KEPT, table_length=6),
+    "left-over-needs-checkpoint-blocks": replace(
+        KEPT,
+        geometry=replace(GEOMETRY, num_prefill_checkpoint_blocks=0),
+        has_left_over_checkpoint=True,
+    ),
     "release-is-dense": replace(KEPT, call=Call(60, 56, 20, 20, 100)),
 }
 
