@@ -322,7 +322,7 @@ class RequestUnderTest:
             # An absent key equals an empty table.
             {key: [*map(_block_id, table)] for key, table in tables.items() if table},
             [dict(checkpoints) for checkpoints in pending if checkpoints is not None],
-            _plain(vars(self.manager)),
+            *_other_attributes(vars(self.manager)),
         )
 
     def _check_size(self, call: Call) -> None:
@@ -406,6 +406,21 @@ def vllm_driver(root: Path | None = None) -> Driver:
         BindingError: It cannot be imported, lies outside `root`, or cannot be driven.
     """
     return Driver(import_vllm(root))
+
+
+_WATCHED_ALREADY = frozenset({"req_to_blocks", *PENDING_CHECKPOINTS})
+_NUMBERS_AND_TEXTS = frozenset({bool, int, str})
+
+
+def _other_attributes(attributes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A manager's numbers, and what its containers hold; an empty one is as good as none."""
+    numbers = {n: v for n, v in attributes.items() if v.__class__ in _NUMBERS_AND_TEXTS}
+    containers = {
+        name: value
+        for name, value in attributes.items()
+        if isinstance(value, dict | list | set) and value and name not in _WATCHED_ALREADY
+    }
+    return numbers, {name: plain for name, v in containers.items() if (plain := _plain(v))}
 
 
 def _plain(value: Any) -> Any:
