@@ -33,11 +33,12 @@ from conformance.targets import TargetError, resolve
 from models import intended, smt, term
 from models.containers import Block, Pending, Table
 from models.evaluate import Evaluator
-from models.lift import REQUEST, Exploration, NotUnderstood, PathSummary, explore
+from models.lift import Exploration, NotUnderstood, PathSummary, explore
 from models.loader import CORE_MODULES, Core
 from models.prove import Counterexample, Obligation, Prover, Verdict, in_numbers, prove
 from models.rewrite import rewrite
 from models.runtime import BUILTINS
+from models.step import REQUEST
 from models.term import BoolLike, IntLike, Unsupported
 from spec.families import family_of, reserves_checkpoint
 from spec.theorems import OBLIGATIONS, THEOREMS, Pool
