@@ -153,7 +153,7 @@ def gen_tests(targets: tuple[str, ...], out: Path, against: str | None, check: b
                     tree.target: settle(tree, Selection(), on_progress=on_progress)
                     for tree in trees
                 }
-                files = writing.generate_files(trees, on_progress, against=against, rows=found)
+                files = writing.generate_files(trees, found, on_progress, against=against)
             changed = writing.write(files, out)
             _print(console, f"{out}: {len(files)} files, {len(changed)} changed")
             return _show_surprises(console, found, against)

@@ -16,7 +16,7 @@ from typing import Any
 
 from conformance import cases, generate, render
 from conformance.expectations import expectations, expected, where
-from conformance.obligations import Row, Selection, settle
+from conformance.obligations import Row
 from conformance.scenario import Scenario, ScenarioError, dumps, load, loads
 from conformance.targets import Tree
 from models.predict import LiftedTree
@@ -44,26 +44,24 @@ class Difference:
 
 def generate_files(
     trees: Sequence[Tree],
+    rows: Mapping[str, list[Row]],
     on_progress: Callable[[str], None] = lambda text: None,
     *,
     against: str | None = None,
-    rows: Mapping[str, list[Row]] | None = None,
 ) -> dict[Path, str]:
-    """Solve, make all scenarios, and return every file's text by its path below the output.
+    """Make all scenarios, and return every file's text by its path below the output.
 
     Args:
         trees: The targets.
+        rows: Verdicts of each, by target.
         on_progress: Told what is being worked on.
         against: Target whose expected verdicts those without any have; None is all proved.
-        rows: Verdicts by target, where they are known already.
 
     Raises:
         CoreError: A tree cannot be loaded.
         NotUnderstood: The lifter does not understand a tree.
     """
     lifted = {tree.target: LiftedTree(tree.root) for tree in trees}
-    if rows is None:
-        rows = {tree.target: settle(tree, Selection(), on_progress=on_progress) for tree in trees}
     requests = generate.paths_and_edges(lifted, on_progress)
     requests.update(generate.cases(cases.known_cases()))
     refuted = _all_refutations(itertools.chain(*rows.values()), lifted)

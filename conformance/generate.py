@@ -21,7 +21,7 @@ from models.evaluate import Evaluator
 from models.lift import Exploration, PathSummary
 from models.predict import LiftedTree, after, obligation_of, violated
 from models.prove import MANAGER, Counterexample, Obligation, Prover, in_numbers
-from spec.families import checkpoint_position, reserves_checkpoint, tags_of
+from spec.families import checkpoint_column, checkpoint_position, reserves_checkpoint, tags_of
 from spec.logic import negation
 from spec.theorems import THEOREMS
 from spec.vocabulary import Call, Geometry, Situation, Step
@@ -186,7 +186,7 @@ def _step(situation: Situation, column_to_retire: int) -> ScenarioStep:
             need=intended.need(situation),
             table_length=intended.table_length(situation),
             checkpoint=(
-                (checkpoint_position(situation), intended.checkpoint_column(situation))
+                (checkpoint_position(situation), checkpoint_column(situation))
                 if reserves_checkpoint(situation)
                 else None
             ),

@@ -29,16 +29,6 @@ def table_length(s: Situation) -> IntLike:
     return columns + s.geometry.num_speculative_blocks
 
 
-def checkpoint_column(s: Situation) -> IntLike:
-    """Return the column of the step's internal checkpoint, if it keeps one.
-
-    The one before the running state: the greatest hash boundary below the step's end lies there, or
-    the running state would be taken for the checkpoint's.
-    vLLM: `MambaManager.get_num_blocks_to_allocate`, `checkpoint_idx`.
-    """
-    return state_columns(s.call.num_tokens_main_model, s.geometry.block_size) - 2
-
-
 def column_to_retire(s: Situation, before: IntLike) -> IntLike:
     """Return the column recorded after the step as the next to free; -1 is none.
 

@@ -40,6 +40,14 @@ def checkpoint_position(s: Situation) -> IntLike:
     return greatest(boundary - drop, 0)
 
 
+def checkpoint_column(s: Situation) -> IntLike:
+    """Return the table column of the step's internal checkpoint: the one before the running state.
+
+    Source: `MambaManager.get_num_blocks_to_allocate`, `checkpoint_idx`.
+    """
+    return cdiv(s.call.num_tokens_main_model, s.geometry.block_size) - 2
+
+
 def reserves_checkpoint(s: Situation) -> BoolLike:
     """Return whether the step keeps the state at its checkpoint position in a block of its own.
 
@@ -50,7 +58,7 @@ def reserves_checkpoint(s: Situation) -> BoolLike:
     """
     g, start, end = s.geometry, s.call.total_computed_tokens, s.call.num_tokens_main_model
     position = checkpoint_position(s)
-    checkpoint_column = cdiv(end, g.block_size) - 2
+    column = checkpoint_column(s)
     column_of_initial_state = (start - 1) // g.block_size
     return (
         (g.num_prefill_checkpoint_blocks > 0)
@@ -59,8 +67,8 @@ def reserves_checkpoint(s: Situation) -> BoolLike:
         & (start + g.hash_block_size <= position)
         & (position < end)
         & ((position - start) % g.prefill_checkpoint_alignment == 0)
-        & (checkpoint_column > column_of_initial_state)
-        & (checkpoint_column >= 0)
+        & (column > column_of_initial_state)
+        & (column >= 0)
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from spec.families import checkpoint_position, reserves_checkpoint
+from spec.families import checkpoint_column, checkpoint_position, reserves_checkpoint
 from spec.logic import cdiv, choose, count, implies, negation
 from spec.vocabulary import BoolLike, IntLike, Situation, Step
 
@@ -89,10 +89,9 @@ def _check_passes(step: Step, pool: Pool) -> BoolLike:
 
 def _checkpoint_is_recorded(s: Situation, step: Step) -> BoolLike:
     reserved = reserves_checkpoint(s)
-    column = cdiv(s.call.num_tokens_main_model, s.geometry.block_size) - 2
     as_reserved = (
         (step.checkpoint_position == checkpoint_position(s))
-        & (step.checkpoint_column == column)
+        & (step.checkpoint_column == checkpoint_column(s))
         & step.checkpoint_block_is_held
     )
     return (negation(reserved) & negation(step.checkpoint_is_pending)) | (
