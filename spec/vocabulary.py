@@ -29,7 +29,18 @@ class Geometry:
     prefill_checkpoint_alignment: IntLike
     """Tokens; an exported checkpoint lies a multiple of this behind the chunk's start."""
     drop_eagle_checkpoint_block: BoolLike
-    """Whether the checkpoint lies one hash unit lower (EAGLE drops the last matching unit)."""
+    """Whether the checkpoint lies one unit lower (EAGLE drops the last matching unit)."""
+    cache_hit_alignment_tokens: IntLike = None
+    """Tokens; a checkpoint lies at a multiple of this. `hash_block_size` before 0.32.0, and where
+    None is given."""
+    num_tokens_behind_checkpoint: IntLike = 1
+    """Tokens of a chunk that lie behind its checkpoint, at least, before the EAGLE drop. 1 leaves
+    one to compute anew; from 0.32.0 it is 0 with the drop, from 0.33.0 the hash lookahead if that
+    is more."""
+
+    def __post_init__(self) -> None:
+        if self.cache_hit_alignment_tokens is None:
+            object.__setattr__(self, "cache_hit_alignment_tokens", self.hash_block_size)
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,10 @@ class Situation:
     """Tokens to prefill: `max(num_prompt_tokens, num_tokens - 1)` of the request."""
     num_hit_blocks: IntLike = 0
     """Blocks of the local prefix-cache hit being adopted."""
+    hit_is_evictable: BoolLike = False
+    """Whether nobody references the hit's last block, so that adopting it takes a free block."""
+    hit_is_of_this_step: BoolLike = False
+    """Whether another request cached the hit's last block in this same step."""
     num_external_tokens: IntLike = 0
     """Tokens that a KV connector brings."""
     loads_asynchronously: BoolLike = False
