@@ -33,17 +33,66 @@ class _Modelled:
     __hash__ = None  # type: ignore[assignment]
 
 
+class BlockHash(_Modelled):
+    """The hash under which a block is cached.
+
+    Args:
+        is_of_this_step: Whether it was cached in this same step, by another request.
+    """
+
+    def __init__(self, is_of_this_step: BoolLike = False) -> None:
+        self.is_of_this_step = is_of_this_step
+
+
 class Block(_Modelled):
-    """A KV-cache block: its id (0 is the null block), and whether its owner may move it."""
+    """A KV-cache block.
 
-    __slots__ = ("block_id", "writable")
+    Args:
+        block_id: 0 is the null block.
+        writable: Whether its owner may move it: one owner, and not hashed.
+        ref_cnt: Requests that reference it; None where that is not modelled.
+        block_hash: The hash it is cached under, None without one; `...` where that is not modelled.
+    """
 
-    def __init__(self, block_id: IntLike, writable: BoolLike) -> None:
-        object.__setattr__(self, "block_id", block_id)
-        object.__setattr__(self, "writable", writable)
+    __slots__ = ("_hash", "_refs", "block_id", "writable")
+
+    def __init__(
+        self,
+        block_id: IntLike,
+        writable: BoolLike,
+        ref_cnt: IntLike | None = None,
+        block_hash: Any = ...,
+    ) -> None:
+        for name, value in zip(
+            ("block_id", "writable", "_refs", "_hash"),
+            (block_id, writable, ref_cnt, block_hash),
+            strict=True,
+        ):
+            object.__setattr__(self, name, value)
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise Unsupported(f"storing Block.{name} is not modelled")
+        if name != "ref_cnt" or self is NULL_BLOCK:
+            raise Unsupported(f"storing Block.{name} is not modelled")
+        object.__setattr__(self, "_refs", value)
+
+    @property
+    def ref_cnt(self) -> IntLike:
+        """Requests that reference the block."""
+        if self._refs is None:
+            raise Unsupported("ref_cnt of a block that earlier steps left is not modelled")
+        refs: IntLike = self._refs
+        return refs
+
+    @property
+    def block_hash(self) -> Any:
+        """The hash that the block is cached under, None without one."""
+        if self._hash is ...:
+            raise Unsupported("block_hash of a block that earlier steps left is not modelled")
+        return self._hash
+
+    def cached_under(self, block_hash: BlockHash | None) -> None:
+        """Give the block a hash, or take it away."""
+        object.__setattr__(self, "_hash", block_hash)
 
     @property
     def is_null(self) -> BoolLike:
@@ -62,13 +111,19 @@ class Block(_Modelled):
 
     def choose(self, condition: BoolLike, otherwise: Block) -> Block:
         """This block where ``condition`` holds, else the other."""
+        if self is otherwise:
+            return self
+        one, other = self._refs, otherwise._refs
+        unknown = one is None or other is None
         return Block(
             term.choose(condition, self.block_id, otherwise.block_id),
             term.choose(condition, self.writable, otherwise.writable),
+            None if unknown else term.choose(condition, one, other),
         )
 
 
-NULL_BLOCK = Block(NULL_BLOCK_ID, False)
+#: vLLM does not maintain its `ref_cnt`, and asks for `is_null` besides.
+NULL_BLOCK = Block(NULL_BLOCK_ID, False, 0)
 
 
 class Table(_Modelled):
@@ -77,16 +132,32 @@ class Table(_Modelled):
     Args:
         length: Columns; a number or a term.
         at: Block of a column, for any index term inside the table.
+        runs: The same as (length, block) in order, where it is known so.
     """
 
-    def __init__(self, length: IntLike = 0, at: Callable[[IntLike], Block] | None = None) -> None:
+    def __init__(
+        self,
+        length: IntLike = 0,
+        at: Callable[[IntLike], Block] | None = None,
+        runs: tuple[tuple[IntLike, Block], ...] | None = None,
+    ) -> None:
         self.length = length
         self._at = at or (lambda index: NULL_BLOCK)
+        self.runs = runs
 
     @classmethod
     def filled(cls, block: Block, length: IntLike) -> Table:
         """``length`` columns of one block."""
-        return cls(length, lambda index: block)
+        return cls(length, lambda index: block, ((length, block),))
+
+    @classmethod
+    def of_runs(cls, *runs: tuple[IntLike, Block]) -> Table:
+        """Columns of one block after columns of another; no length may be negative."""
+        table = cls(runs=())
+        for length, block in runs:
+            table.extend(cls.filled(block, length))
+        table.runs = runs
+        return table
 
     @classmethod
     def of(cls, blocks: list[Block]) -> Table:
@@ -106,6 +177,7 @@ class Table(_Modelled):
             raise Unsupported("assignment to a slice of a symbolic table")
         column, before = self._inside(index), self._at
         self._at = lambda i: block.choose(i == column, before(i))
+        self.runs = None
 
     def __len__(self) -> int:
         if not isinstance(self.length, int):
@@ -116,9 +188,10 @@ class Table(_Modelled):
         return bool(self.length > 0)
 
     def __iter__(self) -> Iterator[Block]:
-        if not isinstance(self.length, int):
-            raise Unsupported("a loop over a symbolic table")
-        return (self._at(index) for index in range(self.length))
+        index = 0
+        while index < self.length:  # decided round by round; the path gives up on long ones
+            yield self._at(index)
+            index += 1
 
     def __add__(self, tail: Any) -> Table:
         joined = Table(self.length, self._at)
@@ -147,6 +220,7 @@ class Table(_Modelled):
         head, rest, split = self._at, tail._at, self.length
         self._at = lambda i: _either(i < split, lambda: head(i), lambda: rest(i - split))
         self.length = split + tail.length
+        self.runs = None
 
     def __iadd__(self, tail: Any) -> Table:
         self.extend(tail)
@@ -154,7 +228,12 @@ class Table(_Modelled):
 
     def copy(self) -> Table:
         """A table that later changes do not touch."""
-        return Table(self.length, self._at)
+        return Table(self.length, self._at, self.runs)
+
+    def in_reverse(self) -> Table:
+        """The columns from the last to the first."""
+        last, at = self.length - 1, self._at
+        return Table(self.length, lambda i: at(last - i))
 
     def _slice(self, index: slice) -> Table:
         if index.step is not None:
@@ -162,7 +241,8 @@ class Table(_Modelled):
         start = self._clamped(0 if index.start is None else index.start)
         stop = self._clamped(self.length if index.stop is None else index.stop)
         length, at = term.choose(stop > start, stop - start, 0), self._at
-        return Table(length, lambda i: at(i + start))
+        runs = None if self.runs is None or index.stop is not None else _behind(self.runs, start)
+        return Table(length, lambda i: at(i + start), runs)
 
     def _clamped(self, index: IntLike) -> IntLike:
         from_start = term.choose(index < 0, index + self.length, index)
@@ -176,6 +256,16 @@ class Table(_Modelled):
         if index < 0 or index >= self.length:
             raise IndexError("list index out of range")
         return index
+
+
+def _behind(runs: tuple[tuple[IntLike, Block], ...], start: IntLike) -> Any:
+    """What is left of runs without their first ``start`` columns."""
+    left = []
+    for length, block in runs:
+        cut = term.choose(start < length, start, length)
+        left.append((length - cut, block))
+        start = start - cut
+    return tuple(left)
 
 
 def _repeated(blocks: list[Any], times: IntLike) -> Table:
@@ -208,11 +298,13 @@ class Pool(_Modelled):
     metrics_collector = None
     enable_kv_cache_events = False
 
-    def __init__(self, hash_block_size: IntLike) -> None:
+    def __init__(self, hash_block_size: IntLike, num_hash_lookahead_tokens: IntLike = 0) -> None:
         self.hash_block_size = hash_block_size
-        self.num_hash_lookahead_tokens = 0
+        self.num_hash_lookahead_tokens = num_hash_lookahead_tokens
         self.null_block = NULL_BLOCK
+        self.num_gpu_blocks = term.int_var("num_gpu_blocks", 1)
         self.drawn: IntLike = 0
+        self.touched: IntLike = 0
 
     def get_new_blocks(self, num_blocks: IntLike) -> Table:
         """Hand out blocks nobody else holds.
@@ -223,11 +315,36 @@ class Pool(_Modelled):
         first = FIRST_FRESH_ID + self.drawn
         self.drawn = self.drawn + num_blocks
         length = term.choose(num_blocks > 0, num_blocks, 0)
-        return Table(length, lambda index: Block(first + index, True))
+        return Table(length, lambda index: Block(first + index, True, 1, None))
+
+    def touch(self, blocks: Any) -> None:
+        """Reference blocks; one that nobody did leaves the free list."""
+        for length, block in _runs_of(blocks):
+            if block is NULL_BLOCK:
+                continue
+            was_free = term.conjunction((block.ref_cnt == 0, term.negation(block.is_null)))
+            self.touched = self.touched + term.choose(was_free, length, 0)
+            block.ref_cnt = block.ref_cnt + length
+
+    def free_blocks(self, blocks: Any) -> None:
+        """Take blocks back: no later step of this request finds them in its table."""
+
+    def move_block_hashes(self, source: Block, target: Block) -> None:
+        """`BlockPool.move_block_hashes`: the target is cached in place of the source."""
+        target.cached_under(BlockHash())
 
     def is_block_writable(self, block: Block) -> BoolLike:
         """`BlockPool.is_block_writable`: not null, one owner, not hashed."""
         return term.conjunction((term.negation(block.is_null), block.writable))
+
+
+def _runs_of(blocks: Any) -> Any:
+    """A list or a table as (length, block), where it is known so."""
+    if isinstance(blocks, Table):
+        if blocks.runs is None:
+            raise Unsupported("touching the blocks of a table that is not known by runs")
+        return blocks.runs
+    return [(1, block) for block in blocks]
 
 
 _C = TypeVar("_C", bound=type)
@@ -255,6 +372,8 @@ def _refusing(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _ABSENT = object()
+#: Attribute that holds the hashes of blocks that were cached in this step.
+_OF_THIS_STEP = "cached_blocks_this_step"
 
 
 @_refuse_the_rest
@@ -364,12 +483,16 @@ class Members(set[str]):
         return self._request_id
 
     def __contains__(self, key: object) -> bool:
+        if isinstance(key, BlockHash) and self.name == _OF_THIS_STEP:
+            return bool(key.is_of_this_step)
         if not self.is_known:
             raise Unsupported(f"{self.name}: what earlier steps left there is not modelled")
         return super().__contains__(self._mine(key))
 
-    def add(self, key: str) -> None:
+    def add(self, key: Any) -> None:
         """`set.add`."""
+        if isinstance(key, BlockHash) and self.name == _OF_THIS_STEP:
+            return  # the request asks about it in a later step only
         super().add(self._mine(key))
         self.is_known = True
 
@@ -404,6 +527,10 @@ class Log(list[Any]):
     def extend(self, items: Any) -> None:
         """`list.extend`."""
         super().extend(items)
+
+    def without_some(self) -> Log:
+        """What is left when a part is thrown out that nobody can name."""
+        return Log(self.name)
 
     def __radd__(self, items: Any) -> NoReturn:
         raise Unsupported(f"what {self.name} holds is not modelled")

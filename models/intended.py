@@ -6,9 +6,9 @@ where a release differs, the theorem `matches-intended` is refuted for it.
 
 from __future__ import annotations
 
-from spec.families import reserves_checkpoint
-from spec.logic import cdiv, choose, count
-from spec.vocabulary import IntLike, Situation
+from spec.families import adopts_hit, adopts_partial_hit, reserves_checkpoint
+from spec.logic import cdiv, choose, count, greatest, negation
+from spec.vocabulary import BoolLike, IntLike, Situation
 
 
 def state_columns(num_tokens: IntLike, block_size: IntLike) -> IntLike:
@@ -23,48 +23,86 @@ def state_columns(num_tokens: IntLike, block_size: IntLike) -> IntLike:
 def table_length(s: Situation) -> IntLike:
     """Return the table's columns after the step: states, then the speculative blocks.
 
+    A table that is longer already stays: the worker's copy of it only grows.
+
     vLLM: `MambaManager.allocate_new_blocks`, `num_required_blocks`.
     """
     columns = state_columns(s.call.num_tokens_main_model, s.geometry.block_size)
-    return columns + s.geometry.num_speculative_blocks
+    return greatest(columns + s.geometry.num_speculative_blocks, s.table_length)
+
+
+def column_of_start(s: Situation) -> IntLike:
+    """Return the column that holds the running state before the step's tokens; -1 is none.
+
+    A table keeps it before its speculative blocks; an admission finds it where its computed
+    tokens end.
+    vLLM: `MambaManager.allocate_new_blocks`, `last_state_block_idx`.
+    """
+    of_table = s.table_length - 1 - s.geometry.num_speculative_blocks
+    of_admission = state_columns(s.call.total_computed_tokens, s.geometry.block_size) - 1
+    return choose(s.table_length > 0, of_table, of_admission)
 
 
 def column_to_retire(s: Situation, before: IntLike) -> IntLike:
     """Return the column recorded after the step as the next to free; -1 is none.
 
-    A running request's step that adds columns leaves the state it started from behind, which is
-    read once more, by the step itself; any other step leaves the record as it was.
+    A step that adds columns, or copies a partial tail, leaves the state it started from behind,
+    which is read once more, by the step itself; any other step leaves the record as it was.
     vLLM: `MambaManager.allocate_new_blocks`, `MambaManager.remove_skipped_blocks`.
     """
-    adds_columns = (s.table_length > 0) & (table_length(s) > s.table_length)
-    return choose(adds_columns, s.table_length - 1 - s.geometry.num_speculative_blocks, before)
+    leaves = adds_columns(s) | s.owns_partial_tail | adopts_partial_hit(s)
+    return choose(leaves & (column_of_start(s) >= 0), column_of_start(s), before)
+
+
+def adds_columns(s: Situation) -> BoolLike:
+    """Return whether the table grows beyond the state that the step starts from."""
+    adopted = state_columns(s.call.total_computed_tokens, s.geometry.block_size)
+    return table_length(s) > choose(s.table_length > 0, s.table_length, adopted)
 
 
 def need_of_admission(s: Situation) -> IntLike:
     """Return the blocks needed by a request that has none.
 
-    One for its running state, one per draft position (each draft's state is kept until the draft is
-    judged), one for the internal checkpoint if the step keeps one. Columns before them are null.
-    vLLM: `MambaManager.allocate_new_blocks`, the case `not blocks_allocated`.
-    """
-    return 1 + s.geometry.num_speculative_blocks + count(reserves_checkpoint(s))
-
-
-def need_of_chunk(s: Situation) -> IntLike:
-    """Return the blocks newly needed by a running prefill chunk.
-
-    A chunk that ends in the column it started in advances its state in place: nothing. One that
-    ends further on needs a block for the new state, since the old one is read while the new one is
-    written; its speculative blocks hold nothing between steps and move along. The internal
-    checkpoint, if the step keeps one, is a further block.
-    vLLM: `MambaManager.allocate_new_blocks`, `_relocate_speculative_block`.
+    One for its running state if that lies in a later block than the state it starts from, one per
+    draft position (each draft's state is kept until the draft is judged), one for the internal
+    checkpoint if the step keeps one. The state that it starts from is a hit's block, taken from the
+    free list if nobody references it, and copied if the request will write into it; or a block
+    that a connector fills. Columns before them are null.
+    vLLM: `MambaManager.allocate_new_blocks`, the case `not blocks_allocated`;
+    `SingleTypeKVCacheManager.add_local_computed_blocks`, `allocate_external_computed_blocks`.
     """
     block_size = s.geometry.block_size
     start = state_columns(s.call.total_computed_tokens, block_size)
     end = state_columns(s.call.num_tokens_main_model, block_size)
-    return count(end > start) + count(reserves_checkpoint(s))
+    starts_from_connector = (s.num_external_tokens > 0) & negation(adopts_hit(s))
+    return (
+        count(end > start)
+        + count(starts_from_connector)
+        + count(adopts_partial_hit(s))
+        + count(adopts_hit(s) & s.hit_is_evictable)
+        + s.geometry.num_speculative_blocks
+        + count(reserves_checkpoint(s))
+    )
+
+
+def need_of_running(s: Situation) -> IntLike:
+    """Return the blocks newly needed by a request that has a table.
+
+    A step that ends in the column of its running state, or before, advances that state in place:
+    nothing. One that ends further on needs a block for the new state, since the old one is read
+    while the new one is written; its speculative blocks hold nothing between steps and move along.
+    The internal checkpoint, if the step keeps one, is a further block, and so is the copy of a
+    partial tail that is cached and will be written into.
+    vLLM: `MambaManager.allocate_new_blocks`, `_relocate_speculative_block`.
+    """
+    end = state_columns(s.call.num_tokens_main_model, s.geometry.block_size)
+    return (
+        count(end > column_of_start(s) + 1)
+        + count(reserves_checkpoint(s))
+        + count(s.owns_partial_tail)
+    )
 
 
 def need(s: Situation) -> IntLike:
-    """Return the blocks that a step of `first`, `running` or `checkpoint` newly needs."""
-    return choose(s.table_length > 0, need_of_chunk(s), need_of_admission(s))
+    """Return the blocks that a step newly needs."""
+    return choose(s.table_length > 0, need_of_running(s), need_of_admission(s))

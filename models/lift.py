@@ -6,8 +6,9 @@ such sample, the paths are all there is. That last answer is part of the proof.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -17,21 +18,25 @@ from models.loader import MANAGERS, Core, CoreError, PlaceholderUsed
 from models.path import Path, following
 from models.rewrite import rewrite
 from models.runtime import BUILTINS, call_helper
-from models.step import StepRun, table_before, tail_is_held, takes_prefill_end
+from models.step import StepRun, table_before, tail_is_held
 from models.term import BoolLike, IntLike, Unsupported
+from models.traits import Traits, traits_of
 from spec.assumptions import (
     ASSUMPTIONS,
     AT_MOST_ONE_CHECKPOINT_BLOCK,
     CHECKPOINT_BLOCKS,
-    RELEASE_IS_DENSE,
+    OF_THE_GATE,
     SPECULATIVE_BLOCKS,
     TABLE_HOLDS_COMPUTED_STATE,
+    Assumption,
 )
 from spec.families import FAMILIES
 from spec.logic import cdiv
-from spec.theorems import in_obligation
+from spec.theorems import ADMISSIONS, in_obligation
 from spec.vocabulary import Call, Geometry, Situation, Step
 
+#: Families whose requests may have external tokens.
+_WITH_EXTERNAL = ("external-sync", "external-async", "resumed")
 #: More paths than any family has by an order of magnitude; beyond it a family is UNSUPPORTED.
 MAX_PATHS = 2_000
 #: What a term or a modelled container raises where Python's own would.
@@ -97,42 +102,103 @@ def lifted_core(root: FilePath) -> Core:
 
 
 def symbolic_situation(
-    family: str, *, eagle: bool, checkpoint_blocks: IntLike | None = None
+    family: str,
+    tags: tuple[str, ...] = (),
+    *,
+    traits: Traits,
+    eagle: bool,
+    checkpoint_blocks: IntLike | None = None,
 ) -> Situation:
     """Return the situation of all steps of a family: variables, and 0 where it is always 0."""
+    geometry = _geometry(traits, eagle=eagle, checkpoint_blocks=checkpoint_blocks)
+    make = _admission if family in ADMISSIONS else _with_table
+    situation = make(family, tags, geometry)
+    keeps_checkpoints = geometry.num_prefill_checkpoint_blocks != 0
+    left_over = term.bool_var("has_checkpoint_before") if keeps_checkpoints is not False else False
+    return replace(situation, has_left_over_checkpoint=left_over)
+
+
+def _geometry(
+    traits: Traits, *, eagle: bool, checkpoint_blocks: IntLike | None
+) -> Geometry:
     low, high = CHECKPOINT_BLOCKS[0], CHECKPOINT_BLOCKS[-1]
-    blocks = term.int_var("num_prefill_checkpoint_blocks", low, high)
-    geometry = Geometry(
-        block_size=term.int_var("block_size", 1),
-        hash_block_size=term.int_var("hash_block_size", 1),
+    if not traits.has_checkpoint_blocks:
+        checkpoint_blocks = 0
+    elif checkpoint_blocks is None:
+        checkpoint_blocks = term.int_var("num_prefill_checkpoint_blocks", low, high)
+    block_size = term.int_var("block_size", 1)
+    hash_block_size = term.int_var("hash_block_size", 1)
+    behind: IntLike = 1
+    if traits.hashes_look_ahead and not eagle:
+        behind = term.int_var("num_tokens_behind_checkpoint", 1)
+    elif traits.eagle_drop_leaves_tokens and eagle:
+        behind = 0
+    if traits.has_checkpoint_blocks and not traits.records_checkpoint_position:
+        behind = term.int_var("num_tokens_behind_checkpoint", 0, 1)
+    return Geometry(
+        block_size=block_size,
+        hash_block_size=hash_block_size,
         num_speculative_blocks=term.int_var(
             "num_speculative_blocks", SPECULATIVE_BLOCKS[0], SPECULATIVE_BLOCKS[-1]
         ),
-        num_prefill_checkpoint_blocks=blocks if checkpoint_blocks is None else checkpoint_blocks,
+        num_prefill_checkpoint_blocks=checkpoint_blocks,
         prefill_checkpoint_alignment=term.int_var("prefill_checkpoint_alignment", 1),
         drop_eagle_checkpoint_block=eagle,
+        cache_hit_alignment_tokens=(
+            term.int_var("cache_hit_alignment_tokens", 1)
+            if traits.aligns_checkpoints_with_hits
+            else hash_block_size
+        ),
+        num_tokens_behind_checkpoint=behind,
     )
-    is_admission = family == "first"
-    computed = 0 if is_admission else term.int_var("num_computed_tokens", 1)
+
+
+def _admission(family: str, tags: tuple[str, ...], geometry: Geometry) -> Situation:
+    """A request without a table: it starts from its hits and from what a connector brings."""
+    has_hits, has_external = family != "first", family in _WITH_EXTERNAL
+    local = term.int_var("num_local_computed_tokens", 0) if has_hits else 0
+    external = term.int_var("num_external_tokens", 0) if has_external else 0
+    hits: IntLike = cdiv(local, geometry.block_size)
+    if has_external:
+        hits = term.int_var("num_hit_blocks", 0)
     return Situation(
         geometry=geometry,
-        call=Call(
-            num_tokens=term.int_var("num_tokens", 1),
-            num_tokens_main_model=term.int_var("num_tokens_main_model", 1),
-            total_computed_tokens=computed,
-            num_local_computed_tokens=computed,
-            prefill_end=term.int_var("prefill_end", 0),
-        ),
-        table_length=0 if is_admission else _table_length(computed, geometry),
+        call=_call(local + external, local, parks=family == "external-async"),
+        table_length=0,
         prefill_length=term.int_var("prefill_length", 1),
-        has_left_over_checkpoint=term.bool_var("has_checkpoint_before"),
+        num_request_tokens=term.int_var("num_request_tokens", 1),
+        num_hit_blocks=hits,
+        hit_is_evictable=term.bool_var("hit_is_evictable") if has_hits else False,
+        hit_is_of_this_step=term.bool_var("hit_is_of_this_step") if has_hits else False,
+        num_external_tokens=external,
+        loads_asynchronously=family == "external-async",
+        preempted=family == "resumed",
     )
 
 
-def _table_length(computed: IntLike, geometry: Geometry) -> IntLike:
-    """The one length that the assumption `table-holds-computed-state` leaves."""
-    length: IntLike = cdiv(computed, geometry.block_size) + geometry.num_speculative_blocks
-    return length
+def _with_table(family: str, tags: tuple[str, ...], geometry: Geometry) -> Situation:
+    """A request with a table as long as its computed tokens require, or longer."""
+    computed = term.int_var("num_computed_tokens", 1)
+    columns = cdiv(computed, geometry.block_size) + geometry.num_speculative_blocks
+    excess = term.int_var("num_excess_columns", 1) if "overwide" in tags else 0
+    return Situation(
+        geometry=geometry,
+        call=_call(computed, computed, parks=False),
+        table_length=columns + excess,
+        prefill_length=term.int_var("prefill_length", 1),
+        parked=family == "promoted",
+        owns_partial_tail=family == "own-tail",
+    )
+
+
+def _call(computed: IntLike, local: IntLike, *, parks: bool) -> Call:
+    return Call(
+        num_tokens=term.int_var("num_tokens", 1),
+        num_tokens_main_model=computed if parks else term.int_var("num_tokens_main_model", 1),
+        total_computed_tokens=computed,
+        num_local_computed_tokens=local,
+        prefill_end=term.int_var("prefill_end", 0),
+    )
 
 
 def explore(
@@ -141,17 +207,30 @@ def explore(
     tags: tuple[str, ...],
     *,
     eagle: bool,
+    asks_gate: bool = False,
     checkpoint_blocks: IntLike | None = None,
 ) -> Exploration:
     """Run a family's step along every feasible path.
+
+    Args:
+        core: The tree, loaded by :func:`lifted_core`.
+        family: Slug.
+        tags: Which of its steps.
+        eagle: Whether checkpoints lie one unit lower.
+        asks_gate: Whether the full-sequence gate is asked before the step.
+        checkpoint_blocks: K, where it is not to be any.
 
     Raises:
         NotUnderstood: A construct is not understood, or the solver cannot say whether paths are
             missing.
         CoreError: A symbol that the step needs is missing in the tree.
     """
-    situation = symbolic_situation(family, eagle=eagle, checkpoint_blocks=checkpoint_blocks)
-    assumptions = _assumptions(core, situation, family, tags)
+    traits = traits_of(core)
+    situation = symbolic_situation(
+        family, tags, traits=traits, eagle=eagle, checkpoint_blocks=checkpoint_blocks
+    )
+    extra = (*traits.assumptions(), *(OF_THE_GATE if asks_gate else ()))
+    assumptions = _assumptions(situation, family, tags, extra)
     question = smt.Question(assumptions)
     paths: list[PathSummary] = []
     samples: list[Mapping[str, Any]] = []
@@ -166,13 +245,14 @@ def explore(
                 tuple(paths),
                 tuple(samples),
                 result.core,
-                _built_in(core, situation),
+                _built_in(situation, extra),
             )
         if result.answer is smt.Answer.UNKNOWN:
             raise MaybeMissingPaths(f"{family}: paths may be missing: {result.reason}")
         if len(paths) == MAX_PATHS:
             raise NotUnderstood(f"{core.file_of(MANAGERS)}: more than {MAX_PATHS} paths")
-        summary = _run(core, situation, tuple(assumptions.values()), result.values)
+        make = partial(StepRun, core, traits, situation, asks_gate=asks_gate)
+        summary = _run(core, make, tuple(assumptions.values()), result.values)
         paths.append(summary)
         samples.append(result.values)
         question.add(term.negation(summary.condition))
@@ -203,14 +283,10 @@ def _ids(decisions: Sequence[BoolLike]) -> tuple[int, ...]:
 
 
 def _assumptions(
-    core: Core, situation: Situation, family: str, tags: tuple[str, ...]
+    situation: Situation, family: str, tags: tuple[str, ...], extra: Sequence[Assumption]
 ) -> dict[str, BoolLike]:
-    found = {assumption.slug: assumption.holds(situation) for assumption in ASSUMPTIONS}
-    found["family"] = FAMILIES[family].holds(situation)
-    if family == "first":
-        found["family"] = found["family"] & in_obligation(situation, tags)
-    if not takes_prefill_end(core):
-        found[RELEASE_IS_DENSE.slug] = RELEASE_IS_DENSE.holds(situation)
+    found = {assumption.slug: assumption.holds(situation) for assumption in (*ASSUMPTIONS, *extra)}
+    found["family"] = FAMILIES[family].holds(situation) & in_obligation(situation, family, tags)
     if not isinstance(situation.table_length, int):
         held = tail_is_held(table_before(situation), situation.geometry.num_speculative_blocks)
         found[TABLE_HOLDS_COMPUTED_STATE.slug] &= held
@@ -219,12 +295,12 @@ def _assumptions(
     return {slug: formula for slug, formula in found.items() if formula is not True}
 
 
-def _built_in(core: Core, situation: Situation) -> tuple[str, ...]:
+def _built_in(situation: Situation, extra: Sequence[Assumption]) -> tuple[str, ...]:
     """Assumptions that hold by how the situation is made; the table's: by its length."""
     has_table = not isinstance(situation.table_length, int)
     return tuple(
         assumption.slug
-        for assumption in ASSUMPTIONS
+        for assumption in (*ASSUMPTIONS, *extra)
         if assumption.holds(situation) is True
         and (has_table or assumption is not TABLE_HOLDS_COMPUTED_STATE)
     )
@@ -232,14 +308,14 @@ def _built_in(core: Core, situation: Situation) -> tuple[str, ...]:
 
 def _run(
     core: Core,
-    situation: Situation,
+    make: Callable[[], StepRun],
     assumptions: tuple[BoolLike, ...],
     sample: Mapping[str, Any],
 ) -> PathSummary:
     path = Path(sample, assumptions)
     try:
         with following(path):
-            run = StepRun(core, situation)
+            run = make()
     except CoreError:
         raise
     except (Unsupported, PlaceholderUsed, Exception) as error:

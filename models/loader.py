@@ -173,6 +173,7 @@ class Core:
         self._loading = _Loading()
         self._modules: dict[str, types.ModuleType] = {}
         self._stored: frozenset[str] | None = None
+        self._text: ast.Module | None = None
         self._builtins = {**vars(builtins), "__import__": self._import, **(overrides or {})}
         if self.file_of(MANAGERS) is None:
             missing = _relative(MANAGERS)
@@ -256,6 +257,25 @@ class Core:
             self._stored = frozenset(names)
         return self._stored
 
+    def names_in_class(self, name: str) -> frozenset[str]:
+        """Names of attributes, arguments and methods that the text of a class of managers holds."""
+        return frozenset(_names(self._node(name)))
+
+    def names_in_method(self, name: str, method: str) -> frozenset[str]:
+        """The same for one method of it; empty where the class does not define it."""
+        found = (n for n in self._node(name).body if getattr(n, "name", None) == method)
+        return frozenset().union(*map(_names, found))
+
+    def _node(self, name: str) -> ast.ClassDef:
+        file = self.file_of(MANAGERS)
+        assert file is not None
+        if self._text is None:
+            self._text = ast.parse(file.read_bytes(), filename=str(file))
+        for node in self._text.body:
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                return node
+        raise CoreError(f"{file}: no {name} here (renamed?)")
+
     def close(self) -> None:
         """Forget the tree's modules."""
         for name in self._modules:
@@ -299,6 +319,15 @@ class Core:
         if name in CORE_MODULES and self.file_of(name) is not None:
             return self._load(name)
         return Placeholder(name, self._loading)
+
+
+def _names(node: ast.AST) -> set[str]:
+    """Names of attributes, arguments and functions in a piece of source."""
+    found = set()
+    for inner in ast.walk(node):
+        named = getattr(inner, "attr", None) or getattr(inner, "arg", None)
+        found.add(named if isinstance(named, str) else getattr(inner, "name", None))
+    return {name for name in found if isinstance(name, str)}
 
 
 def _stored_attributes(tree: ast.Module, own_too: bool) -> set[str]:

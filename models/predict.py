@@ -90,7 +90,7 @@ def violated(situation: Situation, step: Step) -> tuple[str, ...]:
         slug
         for slug, theorem in THEOREMS.items()
         if (step.raised is None or theorem.survives_exception)
-        and not theorem.claim(situation, step, pool, need)
+        and not theorem.holds(situation, step, pool, need)
     )
 
 

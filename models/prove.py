@@ -247,7 +247,7 @@ class Prover:
         return question.smtlib()
 
     def _claim(self, theorem: Theorem, path: PathSummary) -> BoolLike:
-        claim: BoolLike = theorem.claim(
+        claim: BoolLike = theorem.holds(
             self.exploration.situation, path.step, self._pool, self._need
         )
         return claim

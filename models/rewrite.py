@@ -1,7 +1,7 @@
 """The few constructs of Python that never ask an object: rewritten to ask.
 
-``and``, ``or``, ``not``, ``is``, conditional expressions, chained comparisons and lists built by
-``[x for _ in range(..)]`` become calls of the helpers in `models.runtime`; calls, stores and
+``and``, ``or``, ``not``, ``is``, conditional expressions, chained comparisons and comprehensions
+over one name become calls of the helpers in `models.runtime`; calls, stores and
 look-ups announce themselves, so that looking at both sides of a connective can change nothing.
 Messages are marked, since only they may turn a term into text, and no handler catches what the
 lifter raises. Everything else of vLLM's source runs as it stands. Line numbers are kept.
@@ -25,14 +25,17 @@ _COMPARISONS = {
     ast.NotIn: "not in",
 }
 #: Names that the rewritten source calls; `models.runtime.BUILTINS` defines them.
-AND, OR, NOT, CHOOSE, COMPARE, IDENTITY, FILL, CALL, ITEM, EFFECT, MESSAGE, OURS, REFUSE, DROP = (
+AND, OR, NOT, CHOOSE, COMPARE, IDENTITY = (
     "__capproof_and__",
     "__capproof_or__",
     "__capproof_not__",
     "__capproof_choose__",
     "__capproof_compare__",
     "__capproof_identity__",
+)
+FILL, EACH, CALL, ITEM, EFFECT, MESSAGE, OURS, REFUSE, DROP = (
     "__capproof_fill__",
+    "__capproof_each__",
     "__capproof_call__",
     "__capproof_item__",
     "__capproof_effect__",
@@ -82,17 +85,29 @@ class _Rewriter(ast.NodeTransformer):
         return _helper_call(node, COMPARE, node.left, *rest)
 
     def visit_ListComp(self, node: ast.ListComp) -> ast.AST:
+        each = self._each(node)
+        if each is None:
+            return node
+        generator = node.generators[0]
+        used = {inner.id for inner in ast.walk(node.elt) if isinstance(inner, ast.Name)}
+        if not generator.ifs and generator.target.id not in used:  # type: ignore[attr-defined]
+            return _helper_call(node, FILL, _later(node.elt), generator.iter)
+        return _helper_call(node, EACH, ast.Constant(True), *each)
+
+    def visit_GeneratorExp(self, node: ast.GeneratorExp) -> ast.AST:
+        each = self._each(node)
+        return node if each is None else _helper_call(node, EACH, ast.Constant(False), *each)
+
+    def _each(self, node: ast.ListComp | ast.GeneratorExp) -> list[ast.expr] | None:
+        """What to loop over, what to make of each, and what each must show; None: as it stands."""
         needs_own_scope = _needs_own_scope(node)
         self.generic_visit(node)
         generator = node.generators[0]
-        target = generator.target
-        is_plain = len(node.generators) == 1 and not generator.ifs and not generator.is_async
-        if needs_own_scope or not is_plain or not isinstance(target, ast.Name):
-            return node
-        used = {inner.id for inner in ast.walk(node.elt) if isinstance(inner, ast.Name)}
-        if target.id in used:
-            return node
-        return _helper_call(node, FILL, _later(node.elt), generator.iter)
+        is_plain = len(node.generators) == 1 and not generator.is_async
+        if needs_own_scope or not is_plain or not isinstance(generator.target, ast.Name):
+            return None
+        of = [_later(part, generator.target.id) for part in (node.elt, *generator.ifs)]
+        return [generator.iter, *of]
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         is_message = _is_named(getattr(node.func, "value", None), "logger")
@@ -217,9 +232,11 @@ def _is_named(node: ast.AST | None, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
 
 
-def _later(expression: ast.expr) -> ast.Lambda:
-    nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
-    return ast.copy_location(ast.Lambda(nothing, expression), expression)
+def _later(expression: ast.expr, *names: str) -> ast.Lambda:
+    """The expression as a function of ``names``."""
+    args = [ast.copy_location(ast.arg(name), expression) for name in names]
+    of = ast.arguments(posonlyargs=[], args=args, kwonlyargs=[], kw_defaults=[], defaults=[])
+    return ast.copy_location(ast.Lambda(of, expression), expression)
 
 
 def _helper_call(node: ast.AST, helper: str, *args: ast.expr) -> ast.Call:

@@ -7,6 +7,7 @@ and changes nothing; otherwise its operands are decided one by one, as Python wo
 from __future__ import annotations
 
 import builtins
+import functools
 import itertools
 import operator
 import types
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from models import rewrite, term
-from models.containers import Block, Pending, Pool, Table
+from models.containers import Block, Log, Pending, Pool, Table
 from models.loader import PlaceholderUsed
 from models.path import LIFTED, MAX_ROUNDS, NeedsDecision, Path
 from models.term import Bool, Int, IntLike, Unsupported
@@ -134,6 +135,54 @@ def _fill(element: Callable[[], Any], over: Any) -> Any:
         if isinstance(block, Block):
             return Table.filled(block, over.count())
     return [element() for _ in over]
+
+
+class _Each:
+    """What a comprehension goes over, as it would: an iterator that can also be added up whole."""
+
+    def __init__(self, over: Any, element: Callable[[Any], Any], tests: tuple[Any, ...]) -> None:
+        self._over, self._element, self._tests = over, element, tests
+        self._items: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._items is None:
+            over = self._over
+            self._items = (self._element(x) for x in over if all(test(x) for test in self._tests))
+        return next(self._items)
+
+    def total(self, start: Any) -> Any:
+        """The sum, run by run where the columns of a table are known so."""
+        runs = self._over.runs if isinstance(self._over, Table) else None
+        if runs is None or self._tests or self._items is not None:
+            total = start
+            for item in self:
+                total = total + (term.int_of(item) if isinstance(item, Bool) else item)
+            return total
+        for length, block in runs:
+            # What is said of one column of a run holds for each, if saying it changes nothing.
+            item = _looked_at(length > 0, functools.partial(self._element, block))
+            if not isinstance(item, int | Int | Bool):
+                raise Unsupported("a sum over a symbolic table of what cannot be said of a column")
+            start = start + term.int_of(item) * length
+        return start
+
+
+def _each(is_list: bool, over: Any, element: Callable[[Any], Any], *tests: Any) -> Any:
+    if is_list and tests and isinstance(over, Log):
+        return over.without_some()
+    each = _Each(over, element, tests)
+    return list(each) if is_list else each
+
+
+def _sum(over: Any, start: Any = 0) -> Any:
+    return over.total(start) if isinstance(over, _Each) else _Each(over, lambda x: x, ()).total(start)
+
+
+def _reversed(over: Any) -> Any:
+    return over.in_reverse() if isinstance(over, Table) else builtins.reversed(over)
 
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -295,7 +344,7 @@ def _extreme(python: Callable[..., Any], wins: Callable[[Any, Any], Any]) -> Cal
 _min = _extreme(builtins.min, operator.le)
 _max = _extreme(builtins.max, operator.ge)
 _PURE_BUILTINS: tuple[Any, ...] = (
-    *(_min, _max, _len, _Int, _Range, _isinstance, abs, bool, divmod),
+    *(_min, _max, _len, _sum, _Int, _Range, _isinstance, abs, bool, divmod),
     *(_and, _or, _not, _choose, _compare, _same),
 )
 #: They look at the calling frame, which is ours.
@@ -317,6 +366,8 @@ BUILTINS: dict[str, Any] = {
     "int": _Int,
     "range": _Range,
     "isinstance": _isinstance,
+    "sum": _sum,
+    "reversed": _reversed,
     rewrite.AND: _and,
     rewrite.OR: _or,
     rewrite.NOT: _not,
@@ -324,6 +375,7 @@ BUILTINS: dict[str, Any] = {
     rewrite.COMPARE: _compare,
     rewrite.IDENTITY: _same,
     rewrite.FILL: _fill,
+    rewrite.EACH: _each,
     rewrite.CALL: _call,
     rewrite.ITEM: _item,
     rewrite.EFFECT: _effect,

@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from models import term
 from models.containers import (
     FIRST_FRESH_ID,
+    NULL_BLOCK,
     Block,
+    BlockHash,
     Log,
     Members,
     Pending,
@@ -23,8 +25,10 @@ from models.containers import (
 )
 from models.loader import MANAGERS, Core, CoreError
 from models.term import BoolLike, IntLike, Unsupported
+from models.traits import Traits
 from spec.assumptions import SPECULATIVE_BLOCKS
-from spec.vocabulary import Call, Situation, Step
+from spec.logic import cdiv
+from spec.vocabulary import Call, Geometry, Situation, Step
 
 REQUEST = "request"
 #: Per-request state whose content is known in every step of the families, by attribute: the table
@@ -35,13 +39,18 @@ _KNOWN_STATE = frozenset(
     {
         "req_to_blocks",
         "_checkpoints",
+        "_num_checkpoint_blocks",
         "last_state_block_idx",
         "_allocated_block_reqs",
         "_partial_hit_reqs",
     }
 )
 #: Parts of a manager that are no state of it, or that the situation says.
-_NO_STATE = frozenset({"kv_cache_spec", "block_pool", "_null_block", "drop_eagle_checkpoint_block"})
+_NO_STATE = frozenset({"kv_cache_spec", "block_pool", "_null_block"})
+#: Attributes that `KVCacheCoordinator` sets after it has built its managers, by geometry.
+_SET_BY_COORDINATOR = frozenset({"drop_eagle_checkpoint_block", "cache_hit_alignment_tokens"})
+#: 0.29.0 keeps how many blocks a pending checkpoint takes, and not where it lies.
+_COUNT = "_num_checkpoint_blocks"
 
 
 def tail_is_held(table: Table, num_speculative_blocks: IntLike) -> BoolLike:
@@ -67,67 +76,82 @@ def table_before(situation: Situation) -> Table:
     )
 
 
-def takes_prefill_end(core: Core) -> bool:
-    """Whether this release's estimator is told where the prefill ends."""
-    estimator = core.symbol_of_manager("MambaManager", "get_num_blocks_to_allocate")
-    return "prefill_end" in inspect.signature(estimator).parameters
-
-
 class StepRun:
-    """A manager built by its own ``__init__`` on symbolic sizes, and one step of it."""
+    """A manager built by its own ``__init__`` on symbolic sizes, and one step of it.
 
-    def __init__(self, core: Core, situation: Situation) -> None:
+    Args:
+        core: The tree.
+        traits: What its manager knows.
+        situation: What the step is asked, and the state that it starts from.
+        asks_gate: Whether the full-sequence gate is asked before.
+    """
+
+    def __init__(
+        self, core: Core, traits: Traits, situation: Situation, *, asks_gate: bool = False
+    ) -> None:
         self.situation = situation
+        self._traits, self._asks_gate = traits, asks_gate
+        self._with_local = takes_local_computed_tokens(core)
         geometry = situation.geometry
-        self._with_end = takes_prefill_end(core)
-        core.symbol_of_manager("MambaManager", "allocate_new_blocks")
-        spec = core.symbol_of("MambaSpec")(
-            block_size=geometry.block_size,
-            shapes=((1, 1),),
-            dtypes=(None,),
-            mamba_cache_mode="align",
-            num_speculative_blocks=geometry.num_speculative_blocks,
-            num_prefill_checkpoint_blocks=geometry.num_prefill_checkpoint_blocks,
-            prefill_checkpoint_alignment=geometry.prefill_checkpoint_alignment,
-        )
-        self.pool = Pool(geometry.hash_block_size)
+        lookahead = geometry.num_tokens_behind_checkpoint if traits.hashes_look_ahead else 0
+        self.pool = Pool(geometry.hash_block_size, lookahead)
         self.manager = core.symbol_of("MambaManager")(
-            spec,
+            _spec(core, geometry),
             block_pool=self.pool,
             enable_caching=True,
             kv_cache_group_id=0,
             scheduler_block_size=geometry.block_size,
         )
         parts = vars(self.manager)
-        _require(core, parts, "req_to_blocks", "drop_eagle_checkpoint_block")
-        self.manager.drop_eagle_checkpoint_block = geometry.drop_eagle_checkpoint_block
+        _require(core, parts, "req_to_blocks")
+        for name in _SET_BY_COORDINATOR & parts.keys():
+            setattr(self.manager, name, getattr(geometry, name))
         for name, value in parts.items():
             parts[name] = modelled_state(name, value, REQUEST)
         _hide(self.manager, _may_have_changed(core, self.manager))
+        self.gate: IntLike = 0
         self.dry_run: IntLike = 0
         self.estimate: IntLike = 0
         self.dry_run_left_state: BoolLike = True
+        if situation.preempted is True:
+            self._admit(parked=False)
+            self.manager.free(REQUEST)
+        elif not isinstance(situation.table_length, int):
+            self._admit(parked=situation.parked is True)
+            self.manager.req_to_blocks[REQUEST] = table_before(situation)
         self._let_checkpoint_be_any()
-        if not isinstance(situation.table_length, int):
-            self._give_table()
+        if situation.owns_partial_tail is True:
+            self._own_partial_tail()
+        self.pool.drawn = 0
 
     def step(self) -> Step:
-        """Dry run, estimate, allocation: the manager's part of `KVCacheManager.allocate_slots`."""
-        call = self.situation.call
+        """The manager's part of `KVCacheManager.allocate_slots`.
+
+        Gate, dry run, estimate, adoption of hits, external allocation, allocation.
+        """
+        call, request = self.situation.call, self.situation.num_request_tokens
+        hits = self._hits()
+        if self._asks_gate:
+            whole = replace(call, num_tokens=request, num_tokens_main_model=request)
+            self.gate = self._estimate(whole, hits, dry=True)
         before = self._state()
-        self.dry_run = self._estimate(call, dry=True)
+        self.dry_run = self._estimate(call, hits, dry=True)
         self.dry_run_left_state = self._state() == before
-        self.estimate = self._estimate(call, dry=False)
+        self.estimate = self._estimate(call, hits, dry=False)
+        if self._is_deferred():
+            return self._deferred()
         retired_before = self._column_to_retire()
+        self._adopt(call, hits)
         returned = _as_table(
             self.manager.allocate_new_blocks(REQUEST, call.num_tokens, call.num_tokens_main_model)
         )
         table = _as_table(self.manager.req_to_blocks[REQUEST])
         pending, position, column = self._pending_checkpoint()
         return Step(
+            gate=self.gate,
             dry_run=self.dry_run,
             estimate=self.estimate,
-            drawn=self.pool.drawn,
+            drawn=self.pool.drawn + self.pool.touched,
             table_length=table.length,
             dry_run_left_state=self.dry_run_left_state,
             tail_is_held=tail_is_held(table, self.situation.geometry.num_speculative_blocks),
@@ -137,46 +161,91 @@ class StepRun:
             checkpoint_block_is_held=term.disjunction(
                 (term.negation(pending), _holds_block(table, column))
             ),
-            returned_new_columns=_are_columns(returned, table, self.situation.table_length),
+            returned_new_columns=self._returned_new_columns(returned, table),
             no_block_is_twice=_no_block_is_twice(self.situation, table),
             column_to_retire_before=retired_before,
             column_to_retire=self._column_to_retire(),
         )
 
+    def _is_deferred(self) -> bool:
+        """Whether the estimate is one more than the pool has, whatever the pool."""
+        beyond = self.estimate - self.pool.num_gpu_blocks
+        return isinstance(beyond, int) and beyond == 1
+
+    def _deferred(self) -> Step:
+        to_retire = self._column_to_retire()
+        return Step(
+            gate=self.gate,
+            dry_run=self.dry_run,
+            estimate=self.estimate,
+            drawn=0,
+            table_length=self.situation.table_length,
+            dry_run_left_state=self.dry_run_left_state,
+            column_to_retire_before=to_retire,
+            column_to_retire=to_retire,
+            deferred=True,
+        )
+
     def failed(self, error: Exception) -> Step:
         """What was seen until ``error`` ended the step."""
         return Step(
+            gate=self.gate,
             dry_run=self.dry_run,
             estimate=self.estimate,
-            drawn=self.pool.drawn,
+            drawn=self.pool.drawn + self.pool.touched,
             table_length=self.situation.table_length,
             dry_run_left_state=self.dry_run_left_state,
             raised=type(error).__name__,
         )
 
-    def _estimate(self, call: Call, *, dry: bool) -> IntLike:
-        end = {"prefill_end": call.prefill_end} if self._with_end else {}
+    def _estimate(self, call: Call, hits: Any, *, dry: bool) -> IntLike:
+        local = (call.num_local_computed_tokens,) if self._with_local else ()
+        end = {"prefill_end": call.prefill_end} if self._traits.takes_prefill_end else {}
         estimate: IntLike = self.manager.get_num_blocks_to_allocate(
             REQUEST,
             call.num_tokens,
-            [],
+            hits,
             call.total_computed_tokens,
-            call.num_local_computed_tokens,
+            *local,
             call.num_tokens_main_model,
             apply_admission_cap=dry,
             **end,
         )
         return estimate
 
-    def _give_table(self) -> None:
-        """Admit one token by the release's own code, then let table and checkpoint be any."""
-        self._estimate(Call(1, 1, 0, 0), dry=False)
+    def _hits(self) -> Any:
+        """The local hit as align mode finds it: null blocks, then the block it ends in."""
+        number = self.situation.num_hit_blocks
+        if not number > 0:
+            return Table.of_runs()
+        return Table.of_runs((number - 1, NULL_BLOCK), (1, self._hit()))
+
+    def _hit(self) -> Block:
+        s = self.situation
+        refs = term.choose(s.hit_is_evictable, 0, term.int_var("hit_ref_cnt", 1))
+        block_id = term.int_var("hit_block_id", 1, FIRST_FRESH_ID - 1)
+        return Block(block_id, False, refs, BlockHash(s.hit_is_of_this_step))
+
+    def _adopt(self, call: Call, hits: Any) -> None:
+        """`KVCacheCoordinator.allocate_new_computed_blocks`, for the one group."""
+        external = self.situation.num_external_tokens
+        if self.situation.num_hit_blocks > 0 or external > 0:
+            local = call.num_local_computed_tokens
+            self.manager.add_local_computed_blocks(REQUEST, hits, local, external)
+            if external > 0:
+                self.manager.allocate_external_computed_blocks(REQUEST, local, external)
+
+    def _admit(self, *, parked: bool) -> None:
+        """Admit, or park, one token by the release's own code, then let what it left be any."""
+        external = 1 if parked else 0
+        self._estimate(Call(1, 1, external, 0), [], dry=False)
+        if parked:
+            self.manager.add_local_computed_blocks(REQUEST, [], 0, external)
+            self.manager.allocate_external_computed_blocks(REQUEST, 0, external)
         self.manager.allocate_new_blocks(REQUEST, 1, 1)
-        self.pool.drawn = 0
         parts = vars(self.manager)
         for name in parts.keys() - _KNOWN_STATE:
             parts[name] = state_of_earlier_steps(name, parts[name])
-        self.manager.req_to_blocks[REQUEST] = table_before(self.situation)
         self._let_checkpoint_be_any()
         if "last_state_block_idx" in parts:
             parts["last_state_block_idx"] = Pending(
@@ -186,15 +255,40 @@ class StepRun:
                 name="last_state_block_idx",
             )
 
+    def _own_partial_tail(self) -> None:
+        """What `_cache_partial_tail_block` records of the block that the computed tokens end in."""
+        computed = self.situation.call.total_computed_tokens
+        column = cdiv(computed, self.situation.geometry.block_size) - 1
+        found = table_before(self.situation).column(column)
+        tail = Block(found.block_id, False, term.int_var("tail_ref_cnt", 1), BlockHash())
+        parts = vars(self.manager)
+        parts["_partial_hit_reqs"] = Pending(
+            REQUEST, True, (column, tail), name="_partial_hit_reqs"
+        )
+        if self._traits.producer_tail_is_recorded:
+            name = "_producer_partial_tail_reqs"
+            record = (tail, computed) if self._traits.producer_tail_has_block else computed
+            parts[name] = Pending(REQUEST, True, record, name=name)
+
+    def _returned_new_columns(self, returned: Table, table: Table) -> BoolLike:
+        adopts = self.situation.num_hit_blocks > 0 or self.situation.num_external_tokens > 0
+        return True if adopts else _are_columns(returned, table, self.situation.table_length)
+
     def _let_checkpoint_be_any(self) -> None:
         """An estimate whose check fails leaves its checkpoint behind, so even an admission may."""
-        if "_checkpoints" in vars(self.manager):
+        parts, present = vars(self.manager), self.situation.has_left_over_checkpoint
+        if "_checkpoints" in parts:
             left_over = term.int_var("checkpoint_before", 1), term.int_var("column_before", 0)
-            present = self.situation.has_left_over_checkpoint
-            self.manager._checkpoints = Pending(REQUEST, present, left_over)
+            parts["_checkpoints"] = Pending(REQUEST, present, left_over)
+        elif _COUNT in parts:
+            parts[_COUNT] = Pending(REQUEST, True, term.choose(present, 1, 0), name=_COUNT)
 
     def _pending_checkpoint(self) -> tuple[BoolLike, IntLike, IntLike]:
-        pending = vars(self.manager).get("_checkpoints")
+        parts = vars(self.manager)
+        if _COUNT in parts:
+            record = parts[_COUNT]
+            return term.conjunction((record.present, record.value > 0)), 0, 0
+        pending = parts.get("_checkpoints")
         if pending is None or pending.present is False:
             return False, 0, 0
         position, column = pending.value
@@ -209,6 +303,29 @@ class StepRun:
 
     def _state(self) -> Any:
         return _frozen([vars(self.manager), vars(self.pool)])
+
+
+def takes_local_computed_tokens(core: Core) -> bool:
+    """Whether this release's estimator is told apart what of the computed tokens is local."""
+    estimator = core.symbol_of_manager("MambaManager", "get_num_blocks_to_allocate")
+    return "num_local_computed_tokens" in inspect.signature(estimator).parameters
+
+
+def _spec(core: Core, geometry: Geometry) -> Any:
+    kind = core.symbol_of("MambaSpec")
+    checkpoints = {
+        "num_prefill_checkpoint_blocks": geometry.num_prefill_checkpoint_blocks,
+        "prefill_checkpoint_alignment": geometry.prefill_checkpoint_alignment,
+    }
+    known = inspect.signature(kind).parameters
+    return kind(
+        block_size=geometry.block_size,
+        shapes=((1, 1),),
+        dtypes=(None,),
+        mamba_cache_mode="align",
+        num_speculative_blocks=geometry.num_speculative_blocks,
+        **{name: value for name, value in checkpoints.items() if name in known},
+    )
 
 
 def _as_table(blocks: Any) -> Table:
@@ -273,7 +390,7 @@ def _may_have_changed(core: Core, manager: Any) -> frozenset[str]:
     return frozenset(
         name
         for name in core.attributes_stored_after_init() | strange
-        if name not in _NO_STATE
+        if name not in _NO_STATE | _SET_BY_COORDINATOR
         and not isinstance(parts.get(name), modelled)
         and not callable(getattr(type(manager), name, None))
         and not isinstance(getattr(type(manager), name, None), property)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from spec.logic import cdiv, implies
-from spec.vocabulary import BoolLike, Situation
+from spec.logic import cdiv, choose, implies
+from spec.vocabulary import BoolLike, IntLike, Situation
 
 #: Numbers of speculative blocks that a proof covers one by one.
 #: More than 8 draft positions are not offered by any model that uses align mode.
@@ -65,10 +65,15 @@ AT_MOST_ONE_CHECKPOINT_BLOCK = Assumption(
 )
 STEP_COMPUTES_TOKENS = Assumption(
     "step-computes-tokens",
-    "A step computes at least one token.",
+    "A step computes at least one token, or parks the request and computes none.",
     "v1/core/kv_cache_manager.py, KVCacheManager.allocate_slots raises ValueError for 0 new tokens "
-    "where nothing is adopted",
-    lambda s: s.call.num_tokens_main_model >= s.call.total_computed_tokens + 1,
+    "where nothing is adopted; v1/core/sched/scheduler.py, Scheduler.schedule asks 0 new tokens "
+    "for an asynchronous load",
+    lambda s: choose(
+        s.loads_asynchronously,
+        s.call.num_tokens_main_model == s.call.total_computed_tokens,
+        s.call.num_tokens_main_model >= s.call.total_computed_tokens + 1,
+    ),
 )
 LOOKAHEAD_ADDS_TOKENS = Assumption(
     "lookahead-adds-tokens",
@@ -77,15 +82,37 @@ LOOKAHEAD_ADDS_TOKENS = Assumption(
     "v1/core/sched/scheduler.py, Scheduler.schedule keeps num_new_tokens within max_model_len",
     lambda s: s.call.num_tokens >= s.call.num_tokens_main_model,
 )
-NOTHING_EXTERNAL = Assumption(
-    "nothing-external",
-    "All computed tokens are local.",
-    "definition of the families: no external tokens; v1/core/kv_cache_manager.py, "
-    "KVCacheManager.allocate_slots: num_local_computed_tokens",
+COMPUTED_TOKENS_ARE_LOCAL_OR_EXTERNAL = Assumption(
+    "computed-tokens-are-local-or-external",
+    "Computed tokens are local ones, and those that a connector brings.",
+    "v1/core/kv_cache_manager.py, KVCacheManager.allocate_slots: num_local_computed_tokens, "
+    "total_computed_tokens, which max_model_len does not cut: the prompt and so the hit lie below",
     lambda s: (
-        (s.call.num_local_computed_tokens == s.call.total_computed_tokens)
-        & (s.num_external_tokens == 0)
-        & (s.num_hit_blocks == 0)
+        (s.num_external_tokens >= 0)
+        & (s.call.num_local_computed_tokens >= 0)
+        & (
+            s.call.total_computed_tokens
+            == s.call.num_local_computed_tokens + s.num_external_tokens
+        )
+    ),
+)
+HIT_ENDS_WITH_LOCAL_TOKENS = Assumption(
+    "hit-ends-with-local-tokens",
+    "A hit is null blocks and then the block that its local tokens end in; with external tokens it "
+    "may be shorter than the local tokens, since another group found those. Only an admission has "
+    "one.",
+    "v1/core/single_type_kv_cache_manager.py, MambaManager.find_longest_cache_hit; "
+    "v1/core/kv_cache_manager.py, KVCacheManager.get_computed_blocks_for_connector reports the "
+    "full-attention hit; KVCacheCoordinator.allocate_new_computed_blocks asserts that a running "
+    "request has none",
+    lambda s: choose(
+        s.table_length > 0,
+        (s.num_hit_blocks == 0) & (s.num_external_tokens == 0),
+        choose(
+            s.num_external_tokens > 0,
+            (s.num_hit_blocks >= 0) & (s.num_hit_blocks <= _local_columns(s)),
+            s.num_hit_blocks == _local_columns(s),
+        ),
     ),
 )
 RETENTION_DECIDES_PREFILL_END = Assumption(
@@ -102,26 +129,20 @@ PROMPT_HAS_TOKENS = Assumption(
     "v1/core/kv_cache_manager.py, KVCacheManager.allocate_slots: prefill_end",
     lambda s: s.prefill_length >= 1,
 )
-ADMISSION_STARTS_AT_ZERO = Assumption(
-    "admission-starts-at-zero",
-    "A request without hit, external tokens or table has computed nothing.",
-    "v1/core/sched/scheduler.py, Scheduler.schedule: a waiting request starts from its hits; "
-    "Scheduler._preempt_request sets num_computed_tokens to 0",
-    lambda s: implies(s.table_length == 0, s.call.total_computed_tokens == 0),
-)
 TABLE_HOLDS_COMPUTED_STATE = Assumption(
     "table-holds-computed-state",
-    "A running request has computed tokens, its table ends with the block of its running state and "
-    "its speculative blocks, none of them null, and the speculative ones are its own and unhashed.",
+    "A running or parked request has computed tokens, its table covers them and ends with the block "
+    "of its running state and its speculative blocks, none of them null, and the speculative ones "
+    "are its own and unhashed.",
     "the state invariant, shown inductive by the theorem state-invariant; "
     "v1/core/sched/scheduler.py, Scheduler._update_after_schedule advances num_computed_tokens by "
-    "what was scheduled",
+    "what was scheduled, and rejected drafts take some back: a table may be longer, not shorter",
     lambda s: implies(
         s.table_length > 0,
         (s.call.total_computed_tokens >= 1)
         & (
             s.table_length
-            == cdiv(s.call.total_computed_tokens, s.geometry.block_size)
+            >= cdiv(s.call.total_computed_tokens, s.geometry.block_size)
             + s.geometry.num_speculative_blocks
         ),
     ),
@@ -135,6 +156,19 @@ LEFT_OVER_NEEDS_CHECKPOINT_BLOCKS = Assumption(
     lambda s: implies(s.has_left_over_checkpoint, s.geometry.num_prefill_checkpoint_blocks > 0),
 )
 
+REQUEST_HOLDS_ALL_TOKENS = Assumption(
+    "request-holds-all-tokens",
+    "A waiting request has as many tokens as it prefills, or one more, and a step goes no further.",
+    "v1/core/kv_cache_manager.py, KVCacheManager.allocate_slots: prefill_end is the greater of "
+    "num_prompt_tokens and num_tokens - 1; v1/core/sched/scheduler.py, Scheduler.schedule: "
+    "num_new_tokens is at most request.num_tokens - num_computed_tokens",
+    lambda s: (
+        (s.num_request_tokens >= s.prefill_length)
+        & (s.num_request_tokens <= s.prefill_length + 1)
+        & (s.call.num_tokens_main_model <= s.num_request_tokens)
+    ),
+)
+
 RELEASE_IS_DENSE = Assumption(
     "release-is-dense",
     "prefill_end is 0: the release knows no sparse retention.",
@@ -143,20 +177,91 @@ RELEASE_IS_DENSE = Assumption(
     "passes it",
     lambda s: s.call.prefill_end == 0,
 )
+CHECKPOINT_AT_BLOCK_BOUNDARY = Assumption(
+    "checkpoint-at-block-boundary",
+    "Where there are checkpoint blocks, a checkpoint lies at the chunk's last block boundary.",
+    "0.29.0 v1/core/single_type_kv_cache_manager.py, MambaManager._needs_internal_checkpoint knows "
+    "block boundaries only, and no alignment; in the words of later releases hash units are blocks",
+    lambda s: implies(
+        s.geometry.num_prefill_checkpoint_blocks > 0,
+        (s.geometry.hash_block_size == s.geometry.block_size)
+        & (s.geometry.cache_hit_alignment_tokens == s.geometry.block_size)
+        & (s.geometry.prefill_checkpoint_alignment == 1)
+        & (s.geometry.num_tokens_behind_checkpoint == 0),
+    ),
+)
+CHECKPOINT_AT_HASH_BOUNDARY = Assumption(
+    "checkpoint-at-hash-boundary",
+    "A checkpoint lies at a multiple of hash_block_size.",
+    "0.30.0 and 0.31.0 v1/core/single_type_kv_cache_manager.py, "
+    "MambaManager.get_num_blocks_to_allocate passes hash_block_size to "
+    "get_mamba_prefill_checkpoint_position",
+    lambda s: s.geometry.cache_hit_alignment_tokens == s.geometry.hash_block_size,
+)
+CHECKPOINT_WHERE_HITS_END = Assumption(
+    "checkpoint-where-hits-end",
+    "A checkpoint lies at a multiple of hash_block_size, or of whole blocks.",
+    "from 0.32.0 v1/core/kv_cache_coordinator.py, "
+    "HybridKVCacheCoordinator._cache_hit_alignment_tokens is hash_block_size or "
+    "scheduler_block_size, a multiple of every group's block size",
+    lambda s: (
+        (s.geometry.cache_hit_alignment_tokens == s.geometry.hash_block_size)
+        | (s.geometry.cache_hit_alignment_tokens % s.geometry.block_size == 0)
+    ),
+)
+ONE_TOKEN_BEHIND_CHECKPOINT = Assumption(
+    "one-token-behind-checkpoint",
+    "One token of the chunk lies behind its checkpoint, at least.",
+    "0.30.0 and 0.31.0 v1/kv_cache_interface.py, get_mamba_prefill_checkpoint_position",
+    lambda s: s.geometry.num_tokens_behind_checkpoint == 1,
+)
+EAGLE_DROP_LEAVES_TOKENS = Assumption(
+    "eagle-drop-leaves-tokens",
+    "One token of the chunk lies behind its checkpoint, at least; none with the EAGLE drop, which "
+    "leaves some itself.",
+    "0.32.0 v1/kv_cache_interface.py, get_mamba_prefill_checkpoint_position: proof_limit",
+    lambda s: s.geometry.num_tokens_behind_checkpoint
+    == choose(s.geometry.drop_eagle_checkpoint_block, 0, 1),
+)
+LOOKAHEAD_HASH_LEAVES_TOKENS = Assumption(
+    "lookahead-hash-leaves-tokens",
+    "One token of the chunk, or as many as a hash looks ahead, lie behind its checkpoint, at least; "
+    "none with the EAGLE drop.",
+    "from 0.33.0 v1/kv_cache_interface.py, get_mamba_prefill_checkpoint_position: proof_limit",
+    lambda s: choose(
+        s.geometry.drop_eagle_checkpoint_block,
+        s.geometry.num_tokens_behind_checkpoint == 0,
+        s.geometry.num_tokens_behind_checkpoint >= 1,
+    ),
+)
 
-#: In force for every family that has obligations.
+#: In force for every family.
 ASSUMPTIONS: tuple[Assumption, ...] = (
     HASH_DIVIDES_BLOCK,
     SPECULATION_IN_RANGE,
     AT_MOST_ONE_CHECKPOINT_BLOCK,
     STEP_COMPUTES_TOKENS,
     LOOKAHEAD_ADDS_TOKENS,
-    NOTHING_EXTERNAL,
+    COMPUTED_TOKENS_ARE_LOCAL_OR_EXTERNAL,
+    HIT_ENDS_WITH_LOCAL_TOKENS,
     RETENTION_DECIDES_PREFILL_END,
     PROMPT_HAS_TOKENS,
-    ADMISSION_STARTS_AT_ZERO,
     TABLE_HOLDS_COMPUTED_STATE,
     LEFT_OVER_NEEDS_CHECKPOINT_BLOCKS,
 )
-#: In force besides, for trees whose estimator is not told where the prefill ends.
-OF_SOME_RELEASES: tuple[Assumption, ...] = (RELEASE_IS_DENSE,)
+#: In force besides, for some releases: `models.traits` says for which.
+OF_SOME_RELEASES: tuple[Assumption, ...] = (
+    RELEASE_IS_DENSE,
+    CHECKPOINT_AT_BLOCK_BOUNDARY,
+    CHECKPOINT_AT_HASH_BOUNDARY,
+    CHECKPOINT_WHERE_HITS_END,
+    ONE_TOKEN_BEHIND_CHECKPOINT,
+    EAGLE_DROP_LEAVES_TOKENS,
+    LOOKAHEAD_HASH_LEAVES_TOKENS,
+)
+#: In force besides, for what is asked of the full-sequence gate.
+OF_THE_GATE: tuple[Assumption, ...] = (REQUEST_HOLDS_ALL_TOKENS,)
+
+
+def _local_columns(s: Situation) -> IntLike:
+    return cdiv(s.call.num_local_computed_tokens, s.geometry.block_size)

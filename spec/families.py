@@ -31,13 +31,14 @@ class Family:
 def checkpoint_position(s: Situation) -> IntLike:
     """Return the token position of the step's reusable internal checkpoint; 0 is none.
 
-    The greatest hash boundary strictly below the chunk's end, one hash unit lower under EAGLE.
+    The greatest position where a hit may end that leaves enough tokens behind it, one unit lower
+    under EAGLE.
     Source: `vllm/v1/kv_cache_interface.py`, `get_mamba_prefill_checkpoint_position`.
     """
-    hash_block_size = s.geometry.hash_block_size
-    boundary = (s.call.num_tokens_main_model - 1) // hash_block_size * hash_block_size
-    drop = choose(s.geometry.drop_eagle_checkpoint_block, hash_block_size, 0)
-    return greatest(boundary - drop, 0)
+    unit = s.geometry.cache_hit_alignment_tokens
+    limit = s.call.num_tokens_main_model - s.geometry.num_tokens_behind_checkpoint
+    drop = choose(s.geometry.drop_eagle_checkpoint_block, unit, 0)
+    return greatest(limit // unit * unit - drop, 0)
 
 
 def checkpoint_column(s: Situation) -> IntLike:
@@ -72,13 +73,40 @@ def reserves_checkpoint(s: Situation) -> BoolLike:
     )
 
 
-def _has_table(s: Situation) -> BoolLike:
-    return s.table_length > 0
+def is_overwide(s: Situation) -> BoolLike:
+    """Return whether the table is longer than the computed tokens require.
+
+    Rejected drafts, and a parked load of which not everything counts, leave such tables.
+    Source: `vllm/v1/core/sched/scheduler.py`, `Scheduler._update_request_with_output`,
+    `Scheduler._update_waiting_for_remote_kv`.
+    """
+    columns = cdiv(s.call.total_computed_tokens, s.geometry.block_size)
+    return _has_table(s) & (s.table_length > columns + s.geometry.num_speculative_blocks)
 
 
-def _hits_inside_a_block(s: Situation) -> BoolLike:
+def adopts_partial_hit(s: Situation) -> BoolLike:
+    """Return whether the step adopts a hit block that it will write into.
+
+    Tokens of a connector may reach beyond the hit's block, which then is not adopted.
+    Source: `SingleTypeKVCacheManager.add_local_computed_blocks`, `num_skipped_blocks`.
+    """
+    return hits_inside_a_block(s) & adopts_hit(s)
+
+
+def adopts_hit(s: Situation) -> BoolLike:
+    """Return whether the hit's last block holds the state that the step starts from."""
+    columns = cdiv(s.call.total_computed_tokens, s.geometry.block_size)
+    return (s.num_hit_blocks > 0) & (s.num_hit_blocks == columns)
+
+
+def hits_inside_a_block(s: Situation) -> BoolLike:
+    """Return whether there is a local hit and its tokens end inside a block."""
     inside = negation(s.call.num_local_computed_tokens % s.geometry.block_size == 0)
     return (s.num_hit_blocks > 0) & inside
+
+
+def _has_table(s: Situation) -> BoolLike:
+    return s.table_length > 0
 
 
 def _is_prefill(s: Situation) -> BoolLike:
@@ -109,13 +137,13 @@ FAMILIES: dict[str, Family] = {
             "hit-full",
             "A waiting request is admitted with a local hit that ends on a block boundary.",
             lambda s: (
-                _without_external(s) & (s.num_hit_blocks > 0) & negation(_hits_inside_a_block(s))
+                _without_external(s) & (s.num_hit_blocks > 0) & negation(hits_inside_a_block(s))
             ),
         ),
         Family(
             "hit-partial",
             "A waiting request is admitted with a local hit that ends inside a block.",
-            lambda s: _without_external(s) & _hits_inside_a_block(s),
+            lambda s: _without_external(s) & hits_inside_a_block(s),
         ),
         Family(
             "external-sync",
@@ -177,4 +205,6 @@ def tags_of(s: Situation) -> tuple[str, ...]:
         found.append("eagle")
     if s.call.prefill_end > 0:
         found.append("sparse")
+    if is_overwide(s):
+        found.append("overwide")
     return tuple(found)

@@ -9,17 +9,52 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from spec.families import checkpoint_column, checkpoint_position, reserves_checkpoint
-from spec.logic import cdiv, choose, count, implies, negation
+from spec.families import (
+    adopts_partial_hit,
+    checkpoint_column,
+    checkpoint_position,
+    hits_inside_a_block,
+    is_overwide,
+    reserves_checkpoint,
+)
+from spec.logic import cdiv, choose, count, greatest, implies, negation
 from spec.vocabulary import BoolLike, IntLike, Situation, Step
 
-#: Families that have obligations so far, with the tags that are told apart.
+#: Kinds of step that obligations are listed for: families, with the tags that are told apart.
 OBLIGATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("first", ()),
     ("first", ("checkpoint",)),
+    ("hit-full", ()),
+    ("hit-full", ("checkpoint",)),
+    ("hit-partial", ()),
+    ("hit-partial", ("checkpoint",)),
+    ("external-sync", ()),
+    ("external-sync", ("checkpoint",)),
+    ("external-async", ()),
+    ("resumed", ()),
+    ("resumed", ("checkpoint",)),
+    ("promoted", ()),
+    ("promoted", ("checkpoint",)),
+    ("promoted", ("overwide",)),
+    ("promoted", ("checkpoint", "overwide")),
     ("running", ()),
+    ("running", ("overwide",)),
     ("checkpoint", ()),
+    ("checkpoint", ("overwide",)),
+    ("own-tail", ()),
+    ("own-tail", ("checkpoint",)),
+    ("own-tail", ("overwide",)),
+    ("own-tail", ("checkpoint", "overwide")),
+    ("drafts", ()),
+    ("drafts", ("checkpoint",)),
+    ("drafts", ("overwide",)),
+    ("drafts", ("checkpoint", "overwide")),
 )
+#: Families of requests that have no table yet.
+ADMISSIONS = ("first", "hit-full", "hit-partial", "external-sync", "external-async", "resumed")
+_RUNNING = ("promoted", "running", "checkpoint", "own-tail", "drafts")
+#: Families that keep an internal checkpoint, whatever their tags.
+_ALWAYS_CHECKPOINT = "checkpoint"
 
 
 @dataclass(frozen=True)
@@ -51,8 +86,11 @@ class Theorem:
         unsat_iff: What the absence of a model means, and what a model is.
         claim: The formula, of (situation, step, pool, need).
         witness: The interesting case; a proof whose witness cannot occur is VACUOUS.
-        survives_exception: Whether a step that raised still falls under the claim.
         source: Where the claim comes from.
+        survives_exception: Whether a step that raised still falls under the claim.
+        covers_deferred: Whether a step that was deliberately put off falls under the claim.
+        families: The families that it is about; empty means all.
+        not_elsewhere: Why it is not about the others.
     """
 
     slug: str
@@ -62,6 +100,14 @@ class Theorem:
     witness: Callable[[Situation, Step], BoolLike]
     source: str
     survives_exception: bool = False
+    covers_deferred: bool = False
+    families: tuple[str, ...] = ()
+    not_elsewhere: str = ""
+
+    def holds(self, s: Situation, step: Step, pool: Pool, need: Need) -> BoolLike:
+        """Return whether the claim holds of a step, or is not about it since it was put off."""
+        claim = self.claim(s, step, pool, need)
+        return claim if self.covers_deferred else step.deferred | claim
 
 
 def _draws(situation: Situation, step: Step) -> BoolLike:
@@ -78,8 +124,9 @@ def _bound(s: Situation, step: Step) -> IntLike:
         1
         + g.num_speculative_blocks
         + count(g.num_prefill_checkpoint_blocks > 0)
-        + count(s.owns_partial_tail)
-        + step.num_evictable_hits
+        + count(s.owns_partial_tail | hits_inside_a_block(s))
+        + count(s.num_external_tokens > 0)
+        + count((s.num_hit_blocks > 0) & s.hit_is_evictable)
     )
 
 
@@ -100,15 +147,20 @@ def _checkpoint_is_recorded(s: Situation, step: Step) -> BoolLike:
 
 
 def _retirement_is_recorded(s: Situation, step: Step) -> BoolLike:
-    column_of_state = s.table_length - 1 - s.geometry.num_speculative_blocks
-    moves_on = (s.table_length > 0) & (step.table_length > s.table_length)
-    recorded = choose(moves_on, column_of_state, step.column_to_retire_before)
+    adopted = cdiv(s.call.total_computed_tokens, s.geometry.block_size)
+    has_table = s.table_length > 0
+    before = choose(has_table, s.table_length, adopted)
+    column = choose(has_table, before - 1 - s.geometry.num_speculative_blocks, before - 1)
+    copies = s.owns_partial_tail | adopts_partial_hit(s)
+    moves_on = ((step.table_length > before) | copies) & (column >= 0)
+    recorded = choose(moves_on, column, step.column_to_retire_before)
     return step.column_to_retire == recorded
 
 
 def _state_is_kept(s: Situation, step: Step) -> BoolLike:
     columns = cdiv(s.call.num_tokens_main_model, s.geometry.block_size)
-    return (step.table_length == columns + s.geometry.num_speculative_blocks) & step.tail_is_held
+    length = greatest(columns + s.geometry.num_speculative_blocks, s.table_length)
+    return (step.table_length == length) & step.tail_is_held
 
 
 THEOREMS: dict[str, Theorem] = {
@@ -129,6 +181,7 @@ THEOREMS: dict[str, Theorem] = {
             lambda s, step, pool, need: step.dry_run == step.estimate,
             _estimates,
             "vLLM PR 57050: one function serves admission and allocation",
+            covers_deferred=True,
         ),
         Theorem(
             "dry-run-pure",
@@ -138,6 +191,7 @@ THEOREMS: dict[str, Theorem] = {
             lambda s, step, pool, need: step.dry_run_left_state,
             _estimates,
             "v1/core/single_type_kv_cache_manager.py: admission estimates write no checkpoint",
+            covers_deferred=True,
         ),
         Theorem(
             "exact-estimate",
@@ -149,8 +203,8 @@ THEOREMS: dict[str, Theorem] = {
         ),
         Theorem(
             "bounded-demand",
-            "The estimate is bounded by 1 + S + [K > 0] + [partial hit] + evictable hits, whatever "
-            "the token count.",
+            "The estimate is bounded by 1 + S + [K > 0] + [partial hit] + [external tokens] + evictable "
+            "hits, whatever the token count.",
             "Unsat iff no estimate exceeds the bound; a model is a step that asks for more.",
             lambda s, step, pool, need: step.estimate <= _bound(s, step),
             _estimates,
@@ -193,9 +247,9 @@ THEOREMS: dict[str, Theorem] = {
             "state-invariant",
             "After the step the table ends with the running state and the speculative blocks, as "
             "the next step assumes.",
-            "Unsat iff every step leaves a table of cdiv(tokens, B) + S columns whose last 1 + S "
-            "blocks are not null and whose last S are movable; a model is a step that breaks the "
-            "assumption table-holds-computed-state for the next.",
+            "Unsat iff every step leaves a table of cdiv(tokens, B) + S columns, or as long as it "
+            "was, whose last 1 + S blocks are not null and whose last S are movable; a model is a "
+            "step that breaks the assumption table-holds-computed-state for the next.",
             lambda s, step, pool, need: _state_is_kept(s, step),
             _draws,
             "induction for the assumption table-holds-computed-state",
@@ -219,6 +273,9 @@ THEOREMS: dict[str, Theorem] = {
             lambda s, step, pool, need: step.returned_new_columns,
             _draws,
             "v1/core/sched/scheduler.py: the worker appends what allocate_slots returns",
+            families=("first", *_RUNNING),
+            not_elsewhere="at an admission v1/core/sched/scheduler.py, Scheduler.schedule hands "
+            "the worker the whole table, KVCacheManager.get_blocks",
         ),
         Theorem(
             "no-block-twice",
@@ -232,8 +289,8 @@ THEOREMS: dict[str, Theorem] = {
         ),
         Theorem(
             "retirement-recorded",
-            "A running request's step that adds columns records the column of the state it started "
-            "from as the next to free, and no other step changes the record.",
+            "A step that adds columns, or copies a partial tail, records the column of the state it "
+            "started from as the next to free, and no other step changes the record.",
             "Unsat iff the record after every step is that column, or the one before; a model is a "
             "step after which another block would be freed, or none.",
             lambda s, step, pool, need: _retirement_is_recorded(s, step),
@@ -241,11 +298,27 @@ THEOREMS: dict[str, Theorem] = {
             "v1/core/single_type_kv_cache_manager.py, MambaManager.remove_skipped_blocks frees the "
             "recorded column",
         ),
+        Theorem(
+            "gate-covers-first-step",
+            "What the full-sequence gate asked for covers the step that follows it.",
+            "Unsat iff every admission draws at most the gate's estimate for the whole request; a "
+            "model is an admission whose first step takes more.",
+            lambda s, step, pool, need: step.drawn <= step.gate,
+            _draws,
+            "v1/core/kv_cache_manager.py, KVCacheManager.allocate_slots: full_sequence_must_fit",
+            families=ADMISSIONS,
+            not_elsewhere="v1/core/sched/scheduler.py, Scheduler.schedule asks the gate about "
+            "waiting requests only",
+        ),
     )
 }
 
 
-def in_obligation(s: Situation, tags: tuple[str, ...]) -> BoolLike:
-    """Return whether a step of a family that has a `checkpoint` tag belongs to these tags."""
+def in_obligation(s: Situation, family: str, tags: tuple[str, ...]) -> BoolLike:
+    """Return whether a step of a family has exactly these tags, of those that are told apart."""
     reserved = reserves_checkpoint(s)
-    return reserved if "checkpoint" in tags else negation(reserved)
+    wants_checkpoint = "checkpoint" in tags or family == _ALWAYS_CHECKPOINT
+    overwide = is_overwide(s)
+    return (reserved if wants_checkpoint else negation(reserved)) & (
+        overwide if "overwide" in tags else negation(overwide)
+    )

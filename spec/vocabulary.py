@@ -69,6 +69,8 @@ class Situation:
     """Columns of the request's block table before the step; 0 before admission."""
     prefill_length: IntLike
     """Tokens to prefill: `max(num_prompt_tokens, num_tokens - 1)` of the request."""
+    num_request_tokens: IntLike = 0
+    """Tokens that the request has, which the gate asks for; 0 where nobody asks the gate."""
     num_hit_blocks: IntLike = 0
     """Blocks of the local prefix-cache hit being adopted."""
     hit_is_evictable: BoolLike = False
@@ -122,10 +124,11 @@ class Step:
     -1 is none."""
     column_to_retire: IntLike = -1
     """The same after the step."""
+    gate: IntLike = 0
+    """What the full-sequence gate was told before the step: the dry run for the request's whole
+    length. Of no meaning where nobody asked."""
     raised: str | None = None
     """Name of the exception type that ended the step, None where it went through."""
-    num_evictable_hits: IntLike = 0
-    """Hit blocks that nobody references, so that adopting them takes them from the free list."""
     deferred: BoolLike = False
     """Whether the estimate is the deliberate `num_gpu_blocks + 1`."""
 
