@@ -361,6 +361,22 @@ def test_both_tiers_see_the_same(trees: Mapping[str, Path], target: str) -> None
     assert vllm == core
 
 
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the vllm tier needs torch")
+@pytest.mark.parametrize("target", ["vllm==0.24.0", "vllm==0.33.0"])
+def test_both_tiers_see_the_same_of_every_family(target: str) -> None:
+    """The oldest release and the newest differ most in what the driver calls, in either tier."""
+    root = resolve(target).root
+
+    core, vllm = (
+        replay_in(root, tier, SCENARIOS_OF_FAMILIES, target=target) for tier in ("core", "vllm")
+    )
+
+    assert vllm == core
+    could_not = {seen.scenario for seen in core if seen.outcome is Outcome.COULD_NOT_RUN}
+    without = {"a-step-of-hit-partial", "a-step-of-own-tail"}
+    assert could_not == (without if target == "vllm==0.24.0" else set())
+
+
 def test_outcomes_have_stable_names() -> None:
     """The names are read by other programs."""
     assert {outcome.value for outcome in Outcome} == {
