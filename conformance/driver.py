@@ -217,8 +217,8 @@ class RequestUnderTest:
                     self._adopt(call, hit, num_external_tokens, loads_asynchronously)
                 returned = [*map(_block_id, self._allocate(call))]
                 new_columns = [*map(_block_id, self._table()[num_columns:])]
-                # vLLM: the worker of an admitted request is handed the whole table.
-                is_new_columns = adopts or returned == new_columns
+                # vLLM: a request that the worker has not seen is handed over with its whole table.
+                is_new_columns = adopts or self._is_parked or returned == new_columns
             finally:
                 free = pool.get_num_free_blocks()
                 drawn = self.free_at_allocation - free

@@ -319,6 +319,39 @@ def test_an_own_partial_tail(release: str) -> None:
         assert request.finish()
 
 
+@pytest.mark.parametrize("release", WITH_PARTIAL_HITS)
+def test_an_own_partial_tail_behind_a_load_that_filled_the_table(release: str) -> None:
+    """0.26.0 and 0.27.0 put the copy in the running request's table, of which no worker hears.
+
+    A step that adds no column does not mark the request as running there.
+    """
+    request = driver_of(release).request(Geometry(16, 4, 0, 0, 4, False), 32)
+    parked(request, 36)
+    promoted = request.apply(chunk(36, 40))
+    request.cache_own_partial_tail(40)
+    before = request.observe().table
+
+    step = request.apply(chunk(40, 44))
+
+    is_right = release not in ("0.26.0", "0.27.0")
+    assert (promoted.drawn, step.drawn, before) == (0, 1, (0, 0, 1))
+    assert request.observe().table == ((0, 0, 1) if is_right else (0, 0, 2))
+    assert step.returned_new_columns is is_right
+
+
+@pytest.mark.parametrize("release", WITH_PARTIAL_HITS)
+def test_a_promoted_request_is_new_to_the_worker(release: str) -> None:
+    """It is handed over with its whole table, whatever the step returned."""
+    request = driver_of(release).request(Geometry(16, 4, 0, 0, 4, False), 32)
+    parked(request)
+    request.cache_own_partial_tail(40)
+    assert family_of(request.situation(chunk(40, 44), 200)) == "promoted"
+
+    step = request.apply(chunk(40, 44))
+
+    assert (step.drawn, step.returned_new_columns) == (1, True)
+
+
 @pytest.mark.parametrize("release", WITH_PARTIAL_HITS[-4:])
 @pytest.mark.parametrize("num_behind", [0, 1])
 def test_an_own_partial_tail_under_the_eagle_drop(release: str, num_behind: int) -> None:
