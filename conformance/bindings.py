@@ -23,13 +23,20 @@ OWN_METHODS = {"MambaManager": ("get_num_blocks_to_allocate", "allocate_new_bloc
 
 #: Methods that a class has, its own or inherited.
 METHODS = {
-    "MambaManager": ("remove_skipped_blocks", "free"),
-    "BlockPool": ("get_num_free_blocks", "get_new_blocks", "free_blocks"),
+    "MambaManager": ("new_step_starts", "remove_skipped_blocks", "free"),
+    "BlockPool": ("get_num_free_blocks", "get_new_blocks", "free_blocks", "touch", "evict_blocks"),
 }
 
 #: Private attributes of a manager that hold checkpoints pending from the last estimate, by the
 #: names that releases give them (the second is 0.29.0's); before 0.29.0 there are none.
 PENDING_CHECKPOINTS = ("_checkpoints", "_num_checkpoint_blocks")
+
+#: Methods of a manager that came with hits and own tails that end inside a block, in 0.26.0.
+HAS_PARTIAL_HIT = "_has_partial_local_hit"
+CACHE_PARTIAL_TAIL = "_cache_partial_tail_block"
+
+#: Private attribute of a manager that holds a request's partial block to copy on write.
+PARTIAL_HITS = "_partial_hit_reqs"
 
 #: Private attribute of a manager that holds the column to free next, by request.
 COLUMN_TO_RETIRE = "last_state_block_idx"
@@ -89,6 +96,8 @@ class Bindings:
     """Element type of the states; nothing that counts blocks reads it."""
     file: str
     """File of the managers."""
+    pool_file: str
+    """File of the block pool."""
 
     def new_spec(self, geometry: Geometry) -> Any:
         """Return an align-mode `MambaSpec`.
@@ -102,27 +111,75 @@ class Bindings:
             raise BindingError(f"{self.file}: this release has no MambaSpec.{name}")
         return self.spec_class(**_taken(values, self.spec_arguments))
 
-    def new_pool(self, num_gpu_blocks: int, hash_block_size: int) -> Any:
-        """Return a `BlockPool` with prefix caching; sizes in blocks and tokens."""
-        return self.pool_class(
-            **_taken(_pool_values(num_gpu_blocks, hash_block_size), self.pool_arguments)
-        )
+    def new_pool(self, num_gpu_blocks: int, hash_block_size: int, num_lookahead: int = 0) -> Any:
+        """Return a `BlockPool` with prefix caching.
+
+        Args:
+            num_gpu_blocks: Blocks, null block included.
+            hash_block_size: Tokens per hash unit.
+            num_lookahead: Tokens behind a hash unit that its hash covers too.
+
+        Raises:
+            BindingError: Hashes are to look ahead, and those of the release do not.
+        """
+        name = "num_hash_lookahead_tokens"
+        if num_lookahead and name not in self.pool_arguments:
+            raise BindingError(f"{self.pool_file}: this release has no BlockPool.{name}")
+        values = _pool_values(num_gpu_blocks, hash_block_size, num_lookahead)
+        return self.pool_class(**_taken(values, self.pool_arguments))
 
     def new_manager(self, geometry: Geometry, spec: Any, pool: Any) -> Any:
         """Return a `MambaManager` of the only group.
 
         Raises:
-            BindingError: The geometry has the EAGLE drop, and the release has none.
+            BindingError: The geometry has the EAGLE drop or an alignment of hits, and the release
+                has none.
         """
         values = _manager_values(geometry, spec, pool)
         manager = self.manager_class(**_taken(values, self.manager_arguments))
+        # vLLM: both are set by the coordinator, after it has built its managers.
         if geometry.drop_eagle_checkpoint_block:
-            # vLLM: set by the coordinator, after it has built its managers.
-            name = "drop_eagle_checkpoint_block"
-            if not hasattr(manager, name):
-                raise BindingError(f"{self.file}: this release has no MambaManager.{name}")
-            setattr(manager, name, True)
+            self.need("drop_eagle_checkpoint_block", manager)
+            manager.drop_eagle_checkpoint_block = True
+        name, alignment = "cache_hit_alignment_tokens", geometry.cache_hit_alignment_tokens
+        if alignment != geometry.hash_block_size:
+            self.need(name, manager)
+        if hasattr(manager, name):
+            setattr(manager, name, alignment)
         return manager
+
+    def need(self, name: str, manager: Any) -> None:
+        """Refuse a release whose managers lack an attribute or a method.
+
+        Raises:
+            BindingError: It does.
+        """
+        if not hasattr(manager, name):
+            raise BindingError(f"{self.file}: this release has no MambaManager.{name}")
+
+    def call(
+        self, owner: Any, method: str, values: Mapping[str, Any], optional: Sequence[str] = ()
+    ) -> Any:
+        """Call a method of a manager or a pool with those of the values that it takes.
+
+        Args:
+            owner: A manager or a pool that this object built.
+            method: Name of the method.
+            values: Arguments by name.
+            optional: Names of arguments that not every release takes.
+
+        Raises:
+            BindingError: The method is missing, does not take an argument that is not optional, or
+                requires one that is not given.
+        """
+        is_pool = owner.__class__ is self.pool_class
+        file, name = (self.pool_file, "BlockPool") if is_pool else (self.file, "MambaManager")
+        function = getattr(owner, method, None)
+        if not callable(function):
+            raise BindingError(f"{file}: no {name}.{method} here (renamed?)")
+        needed = [value for value in values if value not in optional]
+        accepted = _accepted(function, values, f"{file}: {name}.{method}", needed)
+        return function(**_taken(values, accepted))
 
 
 def bind(modules: Modules) -> Bindings:
@@ -147,7 +204,7 @@ def bind(modules: Modules) -> Bindings:
         ),
         pool_arguments=_accepted(
             pool_class,
-            _pool_values(1, 1),
+            _pool_values(1, 1, 0),
             f"{file_of(modules.block_pool)}: BlockPool",
             needed=["num_gpu_blocks"],
         ),
@@ -165,6 +222,7 @@ def bind(modules: Modules) -> Bindings:
         allocator_call_fields=_call_fields(modules.managers, "allocate_new_blocks", ["request_id"]),
         state_dtype=getattr(modules, "state_dtype", None),
         file=file_of(modules.managers),
+        pool_file=file_of(modules.block_pool),
     )
 
 
@@ -279,11 +337,12 @@ def _spec_values(geometry: Geometry, state_dtype: Any) -> dict[str, Any]:
     }
 
 
-def _pool_values(num_gpu_blocks: int, hash_block_size: int) -> dict[str, Any]:
+def _pool_values(num_gpu_blocks: int, hash_block_size: int, num_lookahead: int) -> dict[str, Any]:
     return {
         "num_gpu_blocks": num_gpu_blocks,
         "enable_caching": True,
         "hash_block_size": hash_block_size,
+        "num_hash_lookahead_tokens": num_lookahead,
     }
 
 

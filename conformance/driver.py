@@ -11,10 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from conformance.bindings import (
+    CACHE_PARTIAL_TAIL,
     COLUMN_TO_RETIRE,
+    HAS_PARTIAL_HIT,
+    PARTIAL_HITS,
     PENDING_CHECKPOINTS,
     BindingError,
     Bindings,
@@ -38,6 +42,9 @@ __all__ = [
 ]
 
 REQUEST_ID = "request"
+
+#: The only KV-cache group.
+GROUP_ID = 0
 
 #: Blocks in the largest pool that is built; one block costs about 150 bytes.
 MAX_POOL_BLOCKS = 2**22
@@ -105,7 +112,10 @@ class Driver:
             raise LimitError(
                 f"a pool of {num_gpu_blocks} blocks: at most {MAX_POOL_BLOCKS} are built"
             )
-        pool = self._pools.take(num_gpu_blocks, geometry.hash_block_size)
+        # vLLM: one token behind the checkpoint is left without any lookahead.
+        num_behind = geometry.num_tokens_behind_checkpoint
+        num_lookahead = num_behind if num_behind > 1 else 0
+        pool = self._pools.take(num_gpu_blocks, geometry.hash_block_size, num_lookahead)
         manager = self.bindings.new_manager(geometry, self._spec(geometry), pool)
         return RequestUnderTest(self.bindings, geometry, manager, pool, self._pools)
 
@@ -139,11 +149,19 @@ class RequestUnderTest:
         self._bindings = bindings
         self._shelf = shelf
         self._least_free = pool.get_num_free_blocks()
+        self._is_parked = self._was_preempted = self._owns_partial_tail = False
+        self._num_hits = 0
+        self._held_by_another: list[Any] = []
+        self._hashes: set[Any] = set()
 
     def apply(
         self,
         call: Call,
         *,
+        num_hit_blocks: int = 0,
+        hit_is_evictable: bool = False,
+        num_external_tokens: int = 0,
+        loads_asynchronously: bool = False,
         free_blocks: int | None = None,
         exactly_the_estimate: bool = False,
         watch_dry_run: bool = True,
@@ -152,6 +170,10 @@ class RequestUnderTest:
 
         Args:
             call: Arguments of the step, in tokens.
+            num_hit_blocks: Columns of the local hit that the step adopts, all null but the last.
+            hit_is_evictable: Whether nobody references the hit's last block; else another does.
+            num_external_tokens: Tokens that a connector brings.
+            loads_asynchronously: Whether they arrive later, and the request is parked.
             free_blocks: Free blocks that the allocation finds; None leaves the pool as it is.
             exactly_the_estimate: The allocation finds as many free blocks as the estimate says,
                 the least pool that passes the check.
@@ -166,6 +188,12 @@ class RequestUnderTest:
             DriverError: The step cannot be run, or not on a pool of this size.
         """
         self._check_size(call)
+        self._end_last_step()
+        adopts = num_hit_blocks > 0 or num_external_tokens > 0
+        if adopts:
+            self._check_adoption(call, num_hit_blocks, num_external_tokens)
+        hit = self._hit(call.num_local_computed_tokens, num_hit_blocks, hit_is_evictable)
+        evictable = [block for block in hit if block.ref_cnt == 0 and not block.is_null]
         self.exception = self.free_at_allocation = None
         manager, pool = self.manager, self.pool
         arguments = {name: getattr(call, name) for name in self._bindings.estimator_call_fields}
@@ -176,17 +204,21 @@ class RequestUnderTest:
             num_columns = len(self._table())
             before = self._watched_state() if watch_dry_run else None
             try:
-                dry_run = self._estimate(arguments, is_dry_run=True)
+                dry_run = self._estimate(arguments, hit, is_dry_run=True)
             finally:
                 if watch_dry_run:
                     left_state = self._watched_state() == before
-            estimate = self._estimate(arguments, is_dry_run=False)
-            occupied = self._occupy(estimate if exactly_the_estimate else free_blocks)
+            estimate = self._estimate(arguments, hit, is_dry_run=False)
+            occupied = self._occupy(estimate if exactly_the_estimate else free_blocks, evictable)
             self.free_at_allocation = pool.get_num_free_blocks()
             retired_before = self._column_to_retire()
             try:
+                if adopts:
+                    self._adopt(call, hit, num_external_tokens, loads_asynchronously)
                 returned = [*map(_block_id, self._allocate(call))]
-                is_new_columns = returned == [*map(_block_id, self._table()[num_columns:])]
+                new_columns = [*map(_block_id, self._table()[num_columns:])]
+                # vLLM: a request that the worker has not seen is handed over with its whole table.
+                is_new_columns = adopts or self._is_parked or returned == new_columns
             finally:
                 free = pool.get_num_free_blocks()
                 drawn = self.free_at_allocation - free
@@ -199,6 +231,8 @@ class RequestUnderTest:
             raise
         except Exception as error:
             self.exception = error
+        self._is_parked = loads_asynchronously
+        self._was_preempted = self._owns_partial_tail = False
         return Step(
             dry_run=dry_run,
             estimate=estimate,
@@ -212,7 +246,45 @@ class RequestUnderTest:
             column_to_retire_before=retired_before,
             column_to_retire=self._column_to_retire(),
             raised=None if self.exception is None else type(self.exception).__name__,
+            num_evictable_hits=len(evictable),
         )
+
+    def preempt(self) -> None:
+        """Take the request's blocks away; the next step admits it again.
+
+        Raises:
+            DriverError: It has none.
+        """
+        if not self._table():
+            raise DriverError("a request without a table is not preempted")
+        self._end_last_step()
+        self.manager.free(REQUEST_ID)
+        self._was_preempted, self._is_parked, self._owns_partial_tail = True, False, False
+
+    def cache_own_partial_tail(self, num_tokens: int) -> None:
+        """Have the tree cache the request's own block that ends inside a block.
+
+        Args:
+            num_tokens: Tokens computed so far, where the block ends. The prompt is taken to end
+                where the release caches the tail there.
+
+        Raises:
+            BindingError: The release has no partial tails.
+            DriverError: It cached none there.
+        """
+        self._bindings.need(CACHE_PARTIAL_TAIL, self.manager)
+        self._end_last_step()
+        # How much prompt lies behind its last cached tail differs by release and EAGLE drop.
+        geometry = self.geometry
+        for num_behind in (geometry.num_tokens_behind_checkpoint, 0, geometry.hash_block_size):
+            request = self._stand_in(REQUEST_ID, num_tokens, num_tokens + num_behind)
+            values = {"request": request, "num_tokens": num_tokens, "replay_boundaries": ()}
+            self._cache(self.manager, "cache_blocks", values, optional=["replay_boundaries"])
+            if self._tail_is_cached(num_tokens):
+                self._owns_partial_tail = True
+                return
+        reason = self._why_no_tail(num_tokens)
+        raise DriverError(f"no partial tail is cached at {num_tokens} tokens: {reason}")
 
     def observe(self) -> Observation:
         """Return the public effects so far."""
@@ -224,13 +296,29 @@ class RequestUnderTest:
             table=table,
         )
 
-    def situation(self, call: Call, prefill_length: int) -> Situation:
-        """Return what decides the family of a step that is about to be applied."""
+    def situation(
+        self,
+        call: Call,
+        prefill_length: int,
+        *,
+        num_hit_blocks: int = 0,
+        hit_is_evictable: bool = False,
+        num_external_tokens: int = 0,
+        loads_asynchronously: bool = False,
+    ) -> Situation:
+        """Return what decides the family of a step that is about to be applied so."""
         return Situation(
             geometry=self.geometry,
             call=call,
             table_length=len(self._table()),
             prefill_length=prefill_length,
+            num_hit_blocks=num_hit_blocks,
+            hit_is_evictable=hit_is_evictable,
+            num_external_tokens=num_external_tokens,
+            loads_asynchronously=loads_asynchronously,
+            parked=self._is_parked,
+            preempted=self._was_preempted,
+            owns_partial_tail=self._owns_partial_tail,
         )
 
     def finish(self) -> bool:
@@ -239,13 +327,129 @@ class RequestUnderTest:
         Such a pool is handed to later requests of its size, so block ids do not depend on what
         ran before. The request is not to be used afterwards.
         """
+        self._end_last_step()
         self.manager.free(REQUEST_ID)
-        return self._shelf.put_back(self.pool, self._least_free)
+        self.pool.free_blocks(self._held_by_another)
+        if not self._hashes:
+            return self._shelf.put_back(self.pool, self._least_free)
+        self._drop_hashes()
+        # A block that is freed with a hash goes to the end of the free list.
+        return self._shelf.put_back(self.pool, least_free=0)
 
-    def _estimate(self, arguments: dict[str, int], *, is_dry_run: bool) -> Any:
+    def _end_last_step(self) -> None:
+        """Do what the scheduler does between steps: the copies on write of the last one have run.
+
+        Each of them keeps both its blocks until then.
+        """
+        take_copies = getattr(self.manager, "take_pending_cow_copies", tuple)
+        for copied in take_copies():
+            self.pool.free_blocks(copied)
+        self.manager.new_step_starts()
+
+    def _hit(self, num_tokens: int, num_blocks: int, is_evictable: bool) -> list[Any]:
+        """The blocks of a hit of `num_tokens`, of which another request has cached the last."""
+        if num_blocks == 0:
+            return []
+        pool, block_size = self.pool, self.geometry.block_size
+        if pool.get_num_free_blocks() == 0:
+            raise LimitError("the pool has no free block for the hit")
+        cached = pool.get_new_blocks(1)
+        blocks: list[Any] = [pool.null_block] * (num_blocks - 1) + cached
+        self._num_hits += 1
+        another = self._stand_in(f"another-{self._num_hits}", num_tokens, num_tokens)
+        values = {"request": another, "kv_cache_group_id": GROUP_ID, "block_size": block_size}
+        if num_tokens % block_size == 0:
+            values |= {"blocks": blocks, "num_full_blocks": num_blocks}
+            self._cache(pool, "cache_full_blocks", {**values, "num_cached_blocks": num_blocks - 1})
+        else:
+            self._bindings.need(HAS_PARTIAL_HIT, self.manager)
+            values |= {"block": cached[0], "num_tokens": num_tokens}
+            self._cache(pool, "cache_partial_block", values)
+        if is_evictable:
+            pool.free_blocks(cached)
+        else:
+            self._held_by_another += cached
+        return blocks
+
+    def _adopt(
+        self, call: Call, hit: list[Any], num_external_tokens: int, loads_asynchronously: bool
+    ) -> None:
+        """Make the hit and the external tokens the request's, as the coordinator does."""
+        num_tokens = {
+            "request_id": REQUEST_ID,
+            "num_local_computed_tokens": call.num_local_computed_tokens,
+            "num_external_computed_tokens": num_external_tokens,
+        }
+        self._bindings.call(
+            self.manager, "add_local_computed_blocks", {**num_tokens, "new_computed_blocks": hit}
+        )
+        if num_external_tokens > 0:
+            self._bindings.call(
+                self.manager,
+                "allocate_external_computed_blocks",
+                {**num_tokens, "record_for_zeroing": not loads_asynchronously},
+                optional=["record_for_zeroing"],
+            )
+
+    def _cache(
+        self, owner: Any, method: str, values: dict[str, Any], optional: Sequence[str] = ()
+    ) -> None:
+        """Have a manager or a pool cache blocks, and remember the hashes that this adds.
+
+        Raises:
+            DriverError: It raised, which is not the doing of the step under test.
+        """
+        before = _hash_map_ids(self.pool).keys()
+        try:
+            self._bindings.call(owner, method, values, optional)
+        except PlaceholderUsed as error:
+            raise BindingError(f"core tier: {error}") from error
+        except DriverError:
+            raise
+        except Exception as error:
+            raise DriverError(f"{method} raised {type(error).__name__}: {error}") from error
+        self._hashes |= _hash_map_ids(self.pool).keys() - before
+
+    def _stand_in(self, request_id: str, num_tokens: int, num_prompt_tokens: int) -> Any:
+        """What the caching functions read of a `Request` that has computed `num_tokens`."""
+        return SimpleNamespace(
+            request_id=request_id,
+            num_prompt_tokens=num_prompt_tokens,
+            num_tokens=max(num_tokens, num_prompt_tokens),
+            num_computed_tokens=num_tokens,
+            block_hashes=_Hashes(request_id, num_tokens // self.geometry.hash_block_size),
+            all_token_ids=(),
+            shared_prefix_boundary=0,
+        )
+
+    def _drop_hashes(self) -> None:
+        found = _hash_map_ids(self.pool)
+        ids = {i for block_hash in self._hashes & found.keys() for i in found[block_hash]}
+        blocks = [self.pool.blocks[i] for i in ids]
+        self.pool.touch(blocks)
+        self.pool.evict_blocks(ids)
+        self.pool.free_blocks(blocks)
+
+    def _tail_is_cached(self, num_tokens: int) -> bool:
+        column, block = getattr(self.manager, PARTIAL_HITS).get(REQUEST_ID, (-1, None))
+        return column == num_tokens // self.geometry.block_size and block is not None
+
+    def _why_no_tail(self, num_tokens: int) -> str:
+        column, table = num_tokens // self.geometry.block_size, self._table()
+        if num_tokens % self.geometry.block_size == 0:
+            return "a block ends there"
+        if num_tokens % self.geometry.hash_block_size:
+            return "no hash unit ends there"
+        if column >= len(table) or table[column].is_null:
+            return f"the request has no block in column {column}"
+        if self._pending_checkpoint()["checkpoint_is_pending"]:
+            return "the release caches the pending checkpoint instead"
+        return f"{self._bindings.file}, {CACHE_PARTIAL_TAIL} refuses it"
+
+    def _estimate(self, arguments: dict[str, int], hit: Sequence[Any], *, is_dry_run: bool) -> Any:
         return self.manager.get_num_blocks_to_allocate(
             request_id=REQUEST_ID,
-            new_computed_blocks=(),
+            new_computed_blocks=hit,
             apply_admission_cap=is_dry_run,
             **arguments,
         )
@@ -259,7 +463,14 @@ class RequestUnderTest:
 
     def _pending_checkpoint(self) -> dict[str, Any]:
         """The pending checkpoint's fields of a `Step`; 0.29.0 keeps a count, not a position."""
-        pending = getattr(self.manager, PENDING_CHECKPOINTS[0], {}).get(REQUEST_ID)
+        positions, counts = PENDING_CHECKPOINTS
+        if hasattr(self.manager, counts):
+            return {
+                "checkpoint_is_pending": getattr(self.manager, counts).get(REQUEST_ID, 0) > 0,
+                "checkpoint_position": None,
+                "checkpoint_column": None,
+            }
+        pending = getattr(self.manager, positions, {}).get(REQUEST_ID)
         if pending is None:
             return {"checkpoint_is_pending": False}
         (position, column), table = pending, self._table()
@@ -278,14 +489,23 @@ class RequestUnderTest:
         ids = [block.block_id for block in self._table() if not block.is_null]
         return len(ids) == len(set(ids))
 
-    def _occupy(self, free_blocks: int | None) -> list[Any]:
-        """Take blocks from the pool until `free_blocks` are free (0 where that is negative)."""
+    def _occupy(self, free_blocks: int | None, evictable: Sequence[Any]) -> list[Any]:
+        """Take blocks from the pool until `free_blocks` are free (0 where that is negative).
+
+        Args:
+            free_blocks: Blocks to leave free, `evictable` included; None takes none.
+            evictable: Free blocks that are not taken, since the step adopts them.
+        """
         if free_blocks is None:
             return []
         wanted, free = max(free_blocks, 0), self.pool.get_num_free_blocks()
         if wanted > free:
             raise LimitError(f"the pool has {free} free blocks, {wanted} are to be free")
+        if wanted < len(evictable):
+            raise LimitError(f"{wanted} blocks are to be free, the hit alone is {len(evictable)}")
+        self.pool.touch(evictable)
         occupied: list[Any] = self.pool.get_new_blocks(free - wanted)
+        self.pool.free_blocks(evictable)
         return occupied
 
     def _table(self) -> Sequence[Any]:
@@ -323,6 +543,18 @@ class RequestUnderTest:
             *_other_attributes(vars(self.manager)),
         )
 
+    def _check_adoption(self, call: Call, num_hit_blocks: int, num_external_tokens: int) -> None:
+        num_local = call.num_local_computed_tokens
+        if self._table():
+            raise DriverError("a request that has a table adopts no hit and no external tokens")
+        if num_hit_blocks not in (0, -(-num_local // self.geometry.block_size)):
+            raise DriverError(f"a hit of {num_local} tokens has not {num_hit_blocks} blocks")
+        if num_local + num_external_tokens != call.total_computed_tokens:
+            raise DriverError(
+                f"{num_local} local and {num_external_tokens} external tokens are not "
+                f"{call.total_computed_tokens}"
+            )
+
     def _check_size(self, call: Call) -> None:
         tokens = max(call.num_tokens, call.num_tokens_main_model, call.total_computed_tokens)
         columns = tokens // self.geometry.block_size + self.geometry.num_speculative_blocks
@@ -330,21 +562,37 @@ class RequestUnderTest:
             raise LimitError(f"a table of {columns} columns: at most {MAX_TABLE_COLUMNS} are made")
 
 
+class _Hashes(Sequence[bytes]):
+    """Hashes of a request's tokens, by hash unit; no other request has the same."""
+
+    def __init__(self, request_id: str, num_units: int) -> None:
+        self._request_id = request_id
+        self._units = range(num_units)
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in self._units[index]]
+        return f"{self._request_id} {self._units[index]}".encode()
+
+
 class _PoolShelf:
     """Pools that finished requests left exactly as they found them, kept for the next one."""
 
     def __init__(self, bindings: Bindings) -> None:
         self._bindings = bindings
-        self._idle: dict[tuple[int, int], Any] = {}
+        self._idle: dict[tuple[int, int, int], Any] = {}
         self._idle_blocks = 0
         self._sorting_restores_order = self._probe()
 
-    def take(self, num_gpu_blocks: int, hash_block_size: int) -> Any:
-        pool = self._idle.pop((num_gpu_blocks, hash_block_size), None)
+    def take(self, num_gpu_blocks: int, hash_block_size: int, num_lookahead: int = 0) -> Any:
+        pool = self._idle.pop((num_gpu_blocks, hash_block_size, num_lookahead), None)
         if pool is not None:
             self._idle_blocks -= num_gpu_blocks
             return pool
-        return self._bindings.new_pool(num_gpu_blocks, hash_block_size)
+        return self._bindings.new_pool(num_gpu_blocks, hash_block_size, num_lookahead)
 
     def put_back(self, pool: Any, least_free: int) -> bool:
         """Restore the order of the free list and keep the pool, if nothing else changed.
@@ -366,7 +614,8 @@ class _PoolShelf:
         return are_first and are_clean
 
     def _keep(self, pool: Any) -> None:
-        key = (pool.num_gpu_blocks, pool.hash_block_size)
+        num_lookahead = getattr(pool, "num_hash_lookahead_tokens", 0)
+        key = (pool.num_gpu_blocks, pool.hash_block_size, num_lookahead)
         if key in self._idle or pool.num_gpu_blocks > _MAX_IDLE_BLOCKS:
             return
         if self._idle_blocks + pool.num_gpu_blocks > _MAX_IDLE_BLOCKS:

@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -26,7 +26,14 @@ from conformance.driver import (
     core_driver,
     vllm_driver,
 )
-from conformance.scenario import Prediction, Scenario, ScenarioError, loads, to_json
+from conformance.scenario import (
+    Prediction,
+    Scenario,
+    ScenarioError,
+    ScenarioStep,
+    loads,
+    to_json,
+)
 from spec.theorems import THEOREMS, Need, Pool
 from spec.vocabulary import Situation, Step
 
@@ -36,8 +43,14 @@ TIERS = ("core", "vllm")
 #: Seconds that one process of the vllm tier may take; importing vLLM alone takes 4 to 12.
 PROCESS_TIMEOUT_S = 600
 
+#: Fields of a planned step that say what it adopts.
+ADOPTED = ("num_hit_blocks", "hit_is_evictable", "num_external_tokens", "loads_asynchronously")
+
 #: Fields of a prediction that are compared as they are.
 COMPARED = ("dry_run", "estimate", "drawn", "table_length", "raised")
+
+#: Theorems about where a checkpoint is, which 0.29.0 does not record.
+NEED_CHECKPOINT_POSITION = frozenset({"checkpoint-recorded"})
 
 #: Theorems about a pool that just passes the check; their step is applied on one.
 NEED_EXACT_POOL = frozenset({"allocation-succeeds"})
@@ -103,10 +116,10 @@ def replay(scenario: Scenario, driver: Driver, target: str) -> Replay:
     if failed is not None:
         outcome = Outcome.DISAGREES if _prediction(scenario, target) else Outcome.NOT_PREDICTED
         return Replay(scenario.name, target, outcome, seen, failed, (failed,))
-    violated = _violated(scenario, situation, seen[-1].step)
+    verdicts = _verdicts(scenario, situation, seen[-1].step)
     if request.exception is None:
         request.finish()
-    return _compare(scenario, target, seen, violated)
+    return _compare(scenario, target, seen, verdicts)
 
 
 def replay_in(
@@ -151,10 +164,13 @@ def _apply_steps(
     """Apply the steps, stopping at the first that raises."""
     seen: list[StepSeen] = []
     for i, planned in enumerate(scenario.steps):
-        situation = request.situation(planned.call, planned.prefill_length)
+        _prepare(request, planned)
+        adopted = {name: getattr(planned, name) for name in ADOPTED}
+        situation = request.situation(planned.call, planned.prefill_length, **adopted)
         is_last = i == len(scenario.steps) - 1
         step = request.apply(
             planned.call,
+            **adopted,
             exactly_the_estimate=is_last and scenario.theorem in NEED_EXACT_POOL,
             watch_dry_run=is_last,
         )
@@ -163,6 +179,14 @@ def _apply_steps(
         if step.raised is not None:
             break
     return tuple(seen), situation
+
+
+def _prepare(request: RequestUnderTest, planned: ScenarioStep) -> None:
+    """Bring about what happens to the request between the last step and this one."""
+    if planned.preempted:
+        request.preempt()
+    if planned.owns_partial_tail:
+        request.cache_own_partial_tail(planned.call.total_computed_tokens)
 
 
 def _failed_early(scenario: Scenario, seen: Sequence[StepSeen]) -> str | None:
@@ -176,11 +200,9 @@ def _least_pool(step: Step) -> Pool:
     return Pool(max(step.estimate or 0, 0), 0, 0)
 
 
-def _violated(scenario: Scenario, situation: Situation, step: Step) -> tuple[str, ...]:
+def _verdicts(scenario: Scenario, situation: Situation, step: Step) -> dict[str, bool | None]:
     need, pool = scenario.steps[-1].expect.need, _least_pool(step)
-    return tuple(
-        slug for slug in THEOREMS if theorem_holds(slug, situation, step, pool, need) is False
-    )
+    return {slug: theorem_holds(slug, situation, step, pool, need) for slug in THEOREMS}
 
 
 def theorem_holds(
@@ -196,21 +218,28 @@ def theorem_holds(
         need: Blocks that the intended model says the step needs, None where it is not known.
 
     Returns:
-        None where the theorem says nothing: the step raised, or its need is not known.
+        None where the theorem says nothing: the step raised, its need is not known, or the release
+        does not record where its checkpoint is.
     """
     theorem = THEOREMS[slug]
     if step.raised is not None and not theorem.survives_exception:
         return None
     if slug == "matches-intended" and need is None:
         return None
+    if slug in NEED_CHECKPOINT_POSITION and step.checkpoint_position is None:
+        return None
     return bool(theorem.claim(situation, step, pool, Need(need)))
 
 
 def _compare(
-    scenario: Scenario, target: str, seen: tuple[StepSeen, ...], violated: tuple[str, ...]
+    scenario: Scenario,
+    target: str,
+    seen: tuple[StepSeen, ...],
+    verdicts: Mapping[str, bool | None],
 ) -> Replay:
     step, prediction = seen[-1].step, _prediction(scenario, target)
-    holds = None if scenario.theorem is None else scenario.theorem not in violated
+    violated = tuple(slug for slug, holds in verdicts.items() if holds is False)
+    holds = None if scenario.theorem is None else verdicts.get(scenario.theorem)
     if prediction is not None and _falls_short(scenario, prediction):
         differences = tuple(_differences_on_short_pool(prediction, step))
     else:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,6 +60,26 @@ class ScenarioStep:
     prefill_length: int
     """Tokens to prefill: `max(num_prompt_tokens, num_tokens - 1)` of the request."""
     expect: Expect = Expect()
+    num_hit_blocks: int = 0
+    """Columns of the local prefix-cache hit that the step adopts, all null but the last. The hit
+    holds the first `call.num_local_computed_tokens` tokens."""
+    hit_is_evictable: bool = False
+    """Whether nobody references the hit's last block."""
+    num_external_tokens: int = 0
+    """Tokens that a connector brings: counted in `call.total_computed_tokens`, not as local."""
+    loads_asynchronously: bool = False
+    """Whether the request is parked while its external tokens arrive, and computes nothing."""
+    preempted: bool = False
+    """Whether the request loses its blocks before this step, which admits it again."""
+    owns_partial_tail: bool = False
+    """Whether before this step the request's own block that ends at `call.total_computed_tokens`,
+    inside a block, is cached."""
+
+
+#: Fields of a step that a file may leave out, and does where they have their default.
+KIND_DEFAULTS: dict[str, bool | int] = {
+    item.name: item.default for item in fields(ScenarioStep) if isinstance(item.default, bool | int)
+}
 
 
 @dataclass(frozen=True)
@@ -113,7 +133,7 @@ def to_json(scenario: Scenario) -> dict[str, Any]:
         "schema": scenario.schema,
         "name": scenario.name,
         "manager": scenario.manager,
-        "geometry": _record_to_json(scenario.geometry),
+        "geometry": _geometry_to_json(scenario.geometry),
         "num_gpu_blocks": scenario.num_gpu_blocks,
         "steps": [_step_to_json(step) for step in scenario.steps],
         "family": scenario.family,
@@ -156,12 +176,25 @@ def _record_to_json(record: Any) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values}
 
 
+def _geometry_to_json(geometry: Geometry) -> dict[str, Any]:
+    defaults = _optional_sizes(geometry.hash_block_size)
+    content = _record_to_json(geometry)
+    return {name: value for name, value in content.items() if value != defaults.get(name)}
+
+
+def _optional_sizes(hash_block_size: int) -> dict[str, int]:
+    """Sizes that a file may leave out, and does where they are these."""
+    return {"cache_hit_alignment_tokens": hash_block_size, "num_tokens_behind_checkpoint": 1}
+
+
 def _step_to_json(step: ScenarioStep) -> dict[str, Any]:
+    kind = {name: getattr(step, name) for name in KIND_DEFAULTS}
     return {
         "why": step.why,
         **_record_to_json(step.call),
         "prefill_length": step.prefill_length,
         "expect": _record_to_json(step.expect),
+        **{name: value for name, value in kind.items() if value != KIND_DEFAULTS[name]},
     }
 
 
@@ -300,12 +333,13 @@ def _parse_scenario(field: _Field) -> Scenario:
     if not steps:
         raise content["steps"].refuse("a scenario has at least one step")
     absent = _Field(None)
+    geometry = _parse_geometry(content["geometry"])
     return Scenario(
         name=content["name"].slug(),
         manager=_parse_manager(content["manager"]),
-        geometry=_parse_geometry(content["geometry"]),
+        geometry=geometry,
         num_gpu_blocks=content["num_gpu_blocks"].integer(least=1),
-        steps=tuple(_parse_step(step) for step in steps),
+        steps=tuple(_parse_step(step, geometry, is_first=step is steps[0]) for step in steps),
         family=content["family"].slug(),
         tags=content["tags"].slugs() if "tags" in content else (),
         theorem=content.get("theorem", absent).or_none(content.get("theorem", absent).slug),
@@ -335,7 +369,9 @@ def _parse_manager(field: _Field) -> str:
 
 
 def _parse_geometry(field: _Field) -> Geometry:
-    content = field.object([item.name for item in fields(Geometry)])
+    content = field.object(
+        [item.name for item in fields(Geometry)], optional=list(_optional_sizes(0))
+    )
     block_size = content["block_size"].integer(least=1)
     hash_block_size = content["hash_block_size"].integer(least=1)
     if block_size % hash_block_size:
@@ -353,20 +389,101 @@ def _parse_geometry(field: _Field) -> Geometry:
             least=1 if num_checkpoint_blocks else 0
         ),
         drop_eagle_checkpoint_block=content["drop_eagle_checkpoint_block"].boolean(),
+        **_parse_optional_sizes(content, hash_block_size),
     )
 
 
-def _parse_step(field: _Field) -> ScenarioStep:
+def _parse_optional_sizes(content: Mapping[str, _Field], hash_block_size: int) -> dict[str, int]:
+    alignment = content.get("cache_hit_alignment_tokens", _Field(hash_block_size))
+    num_behind = content.get("num_tokens_behind_checkpoint", _Field(1))
+    if alignment.integer(least=1) % hash_block_size:
+        raise alignment.refuse(
+            f"{alignment.value} is not a multiple of hash_block_size {hash_block_size}"
+        )
+    return {
+        "cache_hit_alignment_tokens": alignment.integer(),
+        "num_tokens_behind_checkpoint": num_behind.integer(),
+    }
+
+
+def _parse_step(field: _Field, geometry: Geometry, *, is_first: bool) -> ScenarioStep:
     call_fields = [item.name for item in fields(Call)]
     content = field.object(
-        ["why", *call_fields, "prefill_length", "expect"], optional=["prefill_end", "expect"]
+        ["why", *call_fields, "prefill_length", "expect", *KIND_DEFAULTS],
+        optional=["prefill_end", "expect", *KIND_DEFAULTS],
     )
-    return ScenarioStep(
+    step = ScenarioStep(
         why=content["why"].text(),
         call=Call(**{name: content[name].integer() for name in call_fields if name in content}),
         prefill_length=content["prefill_length"].integer(),
         expect=_parse_expect(content["expect"]) if "expect" in content else Expect(),
+        **_parse_kind(content),
     )
+    for name, reason in _objections(step, geometry, is_first):
+        raise _Field(None, f"{field.path}.{name}").refuse(reason)
+    return step
+
+
+def _parse_kind(content: Mapping[str, _Field]) -> dict[str, Any]:
+    return {
+        name: content[name].boolean() if isinstance(default, bool) else content[name].integer()
+        for name, default in KIND_DEFAULTS.items()
+        if name in content
+    }
+
+
+def _objections(
+    step: ScenarioStep, geometry: Geometry, is_first: bool
+) -> Iterator[tuple[str, str]]:
+    """Fields in which a step contradicts itself or its place, each with the reason."""
+    if step.preempted and is_first:
+        yield "preempted", "the first step finds no blocks to lose"
+    if not (is_first or step.preempted):
+        for name in ("num_hit_blocks", "num_external_tokens", "loads_asynchronously"):
+            if getattr(step, name):
+                yield name, "only a step that admits the request has it"
+    yield from _objections_to_adoption(step, geometry)
+    if step.loads_asynchronously and not step.num_external_tokens:
+        yield "loads_asynchronously", "there are no external tokens to load"
+    if step.loads_asynchronously and step.call.num_tokens_main_model != (
+        step.call.total_computed_tokens
+    ):
+        yield "num_tokens_main_model", "a parked request computes nothing in this step"
+    if step.owns_partial_tail:
+        yield from _objections_to_tail(step, geometry, is_first)
+
+
+def _objections_to_adoption(step: ScenarioStep, geometry: Geometry) -> Iterator[tuple[str, str]]:
+    num_blocks, external = step.num_hit_blocks, step.num_external_tokens
+    total, local = step.call.total_computed_tokens, step.call.num_local_computed_tokens
+    if step.hit_is_evictable and not num_blocks:
+        yield "hit_is_evictable", "there is no hit"
+    if num_blocks and num_blocks != -(-local // geometry.block_size):
+        yield "num_hit_blocks", f"{local} local tokens do not end in block {num_blocks} of the hit"
+    if num_blocks and local % geometry.hash_block_size:
+        yield (
+            "num_local_computed_tokens",
+            f"a hit of {local} tokens is not a multiple of hash_block_size",
+        )
+    if external > total:
+        yield "num_external_tokens", f"{external} of {total} computed tokens"
+    if num_blocks or external or step.preempted:
+        if local + external != total:
+            yield "total_computed_tokens", f"{total} is not {local} local and {external} external"
+        if local and not num_blocks:
+            yield "num_local_computed_tokens", f"no hit holds the {local} local tokens"
+
+
+def _objections_to_tail(
+    step: ScenarioStep, geometry: Geometry, is_first: bool
+) -> Iterator[tuple[str, str]]:
+    end = step.call.total_computed_tokens
+    if is_first or step.preempted:
+        yield "owns_partial_tail", "the request has no blocks before this step"
+    if end % geometry.block_size == 0:
+        yield "owns_partial_tail", f"{end} computed tokens do not end inside a block"
+    if end % geometry.hash_block_size:
+        yield "owns_partial_tail", f"{end} is not a multiple of hash_block_size"
 
 
 def _parse_expect(field: _Field) -> Expect:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,14 +13,21 @@ from conformance.driver import (
     MAX_TABLE_COLUMNS,
     BindingError,
     Driver,
+    DriverError,
     LimitError,
+    RequestUnderTest,
     core_driver,
 )
+from conformance.targets import resolve
 from models.loader import CORE_MODULES
+from spec.families import family_of
 from spec.vocabulary import Call, Geometry, Step
 
 MANAGERS_FILE = "vllm/v1/core/single_type_kv_cache_manager.py"
 POOL_FILE = "vllm/v1/core/block_pool.py"
+
+RELEASES = tuple(f"0.{minor}.0" for minor in range(24, 34))
+WITH_PARTIAL_HITS = RELEASES[RELEASES.index("0.26.0") :]
 
 SMALL = Geometry(16, 4, 3, 1, 4, False)
 FIRST = Call(100, 100, 0, 0)
@@ -49,6 +57,11 @@ def edited(trees: Mapping[str, Path], tmp_path: Path) -> Callable[..., Path]:
         return tmp_path
 
     return edit
+
+
+@functools.cache
+def driver_of(release: str) -> Driver:
+    return core_driver(resolve(f"vllm=={release}").root)
 
 
 def counts(step: Step) -> tuple[object, ...]:
@@ -169,6 +182,385 @@ def test_a_tail_that_the_next_step_cannot_use_is_seen(drivers: dict[str, Driver]
     assert tail_after(share_last_block) is False
 
 
+# ---- every kind of step, on every release --------------------------------------------------------
+
+# Blocks of 16 tokens, hash units of 4, two speculative blocks, no checkpoint blocks.
+PLAIN = Geometry(16, 4, 2, 0, 4, False)
+
+
+def chunk(start: int, end: int, num_local: int | None = None) -> Call:
+    """A step over the tokens `start` to `end`; all tokens before it are local unless said."""
+    return Call(end, end, start, start if num_local is None else num_local)
+
+
+def parked(request: RequestUnderTest, num_tokens: int = 40) -> Step:
+    """Parks a request while a connector loads its first tokens."""
+    call = Call(num_tokens, num_tokens, num_tokens, 0)
+    return request.apply(call, num_external_tokens=num_tokens, loads_asynchronously=True)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize(("end", "columns"), [(40, 5), (100, 9)])
+@pytest.mark.parametrize("is_evictable", [False, True])
+def test_a_hit_that_ends_on_a_block_boundary(
+    release: str, end: int, columns: int, is_evictable: bool
+) -> None:
+    """The running state and the speculative blocks are drawn, and a hit that nobody references."""
+    request = driver_of(release).request(PLAIN, 32)
+
+    step = request.apply(chunk(32, end), num_hit_blocks=2, hit_is_evictable=is_evictable)
+
+    need = 3 + is_evictable
+    assert counts(step) == (need, need, need, columns, True)
+    assert (step.num_evictable_hits, step.tail_is_held) == (is_evictable, True)
+    assert (step.returned_new_columns, step.column_to_retire) == (True, 1)
+    assert request.observe().held == 4
+    assert request.observe().free == 31 - 4
+    assert request.finish()
+
+
+@pytest.mark.parametrize("release", WITH_PARTIAL_HITS)
+@pytest.mark.parametrize("is_evictable", [False, True])
+def test_a_hit_that_ends_inside_a_block(release: str, is_evictable: bool) -> None:
+    """Its block is copied to one of the request's own; releases before 0.31.0 reserve one more."""
+    is_exact = RELEASES.index(release) >= RELEASES.index("0.31.0")
+    near, far = (
+        driver_of(release)
+        .request(PLAIN, 32)
+        .apply(chunk(24, end), num_hit_blocks=2, hit_is_evictable=is_evictable)
+        for end in (28, 100)
+    )
+
+    # To 28 the copy is the running state; to 100 that is a further block.
+    drawn = 3 + is_evictable
+    estimate = drawn if is_exact else drawn + 1
+    assert counts(near) == (estimate, estimate, drawn, 4, True)
+    assert counts(far) == (drawn + 1, drawn + 1, drawn + 1, 9, True)
+    assert near.returned_new_columns is far.returned_new_columns is True
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_external_tokens_with_a_chunk(release: str) -> None:
+    """A chunk that ends in a later block than the external tokens draws one block unforeseen.
+
+    The block of the external tokens' state is drawn first, and then as for any first chunk.
+    """
+    near, far = (
+        driver_of(release).request(PLAIN, 32).apply(chunk(40, end, 0), num_external_tokens=40)
+        for end in (48, 100)
+    )
+
+    assert counts(near) == (3, 3, 3, 5, True)
+    assert counts(far) == (3, 3, 4, 9, True)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_pool_that_passes_the_check_is_too_short_for_external_tokens(release: str) -> None:
+    """The block that was not foreseen is missing after the external tokens have theirs."""
+    request = driver_of(release).request(PLAIN, 32)
+
+    step = request.apply(chunk(40, 100, 0), num_external_tokens=40, exactly_the_estimate=True)
+
+    assert (step.estimate, step.drawn, step.raised) == (3, 1, "ValueError")
+    assert str(request.exception).startswith("Cannot get 3 free blocks")
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_external_tokens_that_arrive_later(release: str) -> None:
+    """The request is parked with its state's block, and draws one more once it moves on."""
+    for end, drawn, columns in [(44, 0, 5), (100, 1, 9)]:
+        request = driver_of(release).request(PLAIN, 32)
+        assert counts(parked(request)) == (3, 3, 3, 5, True)
+        assert family_of(request.situation(chunk(40, end), 200)) == "promoted"
+
+        step = request.apply(chunk(40, end))
+
+        assert counts(step) == (drawn, drawn, drawn, columns, True)
+        assert family_of(request.situation(chunk(end, 104), 200)) == "running"
+        assert request.finish()
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_external_tokens_behind_a_hit_leave_the_hit_alone(release: str) -> None:
+    """The state behind 60 tokens replaces that behind 32, but an evictable hit is counted."""
+    used, evictable = (
+        driver_of(release)
+        .request(PLAIN, 32)
+        .apply(
+            Call(60, 60, 60, 32),
+            num_hit_blocks=2,
+            hit_is_evictable=is_evictable,
+            num_external_tokens=28,
+            loads_asynchronously=True,
+        )
+        for is_evictable in (False, True)
+    )
+
+    assert counts(used) == (3, 3, 3, 6, True)
+    assert counts(evictable) == (4, 4, 3, 6, True)
+
+
+@pytest.mark.parametrize("release", WITH_PARTIAL_HITS)
+def test_an_own_partial_tail(release: str) -> None:
+    """The tail's copy is drawn besides; before 0.31.0 one more is reserved within the block."""
+    is_exact = RELEASES.index(release) >= RELEASES.index("0.31.0")
+    for end, drawn, estimate, columns in [(44, 1, 1 if is_exact else 2, 5), (100, 2, 2, 9)]:
+        request = driver_of(release).request(PLAIN, 32)
+        request.apply(chunk(0, 32))
+        request.apply(chunk(32, 40))
+        request.cache_own_partial_tail(40)
+        assert family_of(request.situation(chunk(40, end), 200)) == "own-tail"
+
+        step = request.apply(chunk(40, end))
+
+        assert counts(step) == (estimate, estimate, drawn, columns, True)
+        assert step.returned_new_columns is True
+        assert family_of(request.situation(chunk(end, 104), 200)) == "running"
+        assert request.finish()
+
+
+@pytest.mark.parametrize("release", WITH_PARTIAL_HITS)
+def test_an_own_partial_tail_behind_a_load_that_filled_the_table(release: str) -> None:
+    """0.26.0 and 0.27.0 put the copy in the running request's table, of which no worker hears.
+
+    A step that adds no column does not mark the request as running there.
+    """
+    request = driver_of(release).request(Geometry(16, 4, 0, 0, 4, False), 32)
+    parked(request, 36)
+    promoted = request.apply(chunk(36, 40))
+    request.cache_own_partial_tail(40)
+    before = request.observe().table
+
+    step = request.apply(chunk(40, 44))
+
+    is_right = release not in ("0.26.0", "0.27.0")
+    assert (promoted.drawn, step.drawn, before) == (0, 1, (0, 0, 1))
+    assert request.observe().table == ((0, 0, 1) if is_right else (0, 0, 2))
+    assert step.returned_new_columns is is_right
+
+
+@pytest.mark.parametrize("release", WITH_PARTIAL_HITS)
+def test_a_promoted_request_is_new_to_the_worker(release: str) -> None:
+    """It is handed over with its whole table, whatever the step returned."""
+    request = driver_of(release).request(Geometry(16, 4, 0, 0, 4, False), 32)
+    parked(request)
+    request.cache_own_partial_tail(40)
+    assert family_of(request.situation(chunk(40, 44), 200)) == "promoted"
+
+    step = request.apply(chunk(40, 44))
+
+    assert (step.drawn, step.returned_new_columns) == (1, True)
+
+
+@pytest.mark.parametrize("release", WITH_PARTIAL_HITS[-4:])
+@pytest.mark.parametrize("num_behind", [0, 1])
+def test_an_own_partial_tail_under_the_eagle_drop(release: str, num_behind: int) -> None:
+    """The prompt that caches its tail at 40 tokens is longer then, and the tail is cached."""
+    geometry = Geometry(16, 4, 2, 0, 4, True, 4, num_behind)
+    request = driver_of(release).request(geometry, 32)
+    request.apply(chunk(0, 40))
+
+    request.cache_own_partial_tail(40)
+
+    assert request.apply(chunk(40, 44)).drawn == 1
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_drafts_that_were_rejected_make_the_estimate_negative(release: str) -> None:
+    """Four positions from 95 reach a seventh block; without drafts the next step needs but six."""
+    request = driver_of(release).request(PLAIN, 32)
+    request.apply(chunk(0, 95))
+    assert counts(request.apply(chunk(95, 99))) == (1, 1, 1, 9, True)
+    assert family_of(request.situation(chunk(95, 96), 90)) == "drafts"
+
+    step = request.apply(chunk(95, 96))
+
+    assert counts(step) == (-1, -1, 0, 9, True)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_preempted_request_is_admitted_again(release: str) -> None:
+    """It draws as at its first admission, with and without a hit."""
+    request = driver_of(release).request(PLAIN, 32)
+    request.apply(chunk(0, 40))
+    request.preempt()
+    assert request.observe().free == 31
+    assert family_of(request.situation(chunk(0, 40), 200)) == "resumed"
+    assert counts(request.apply(chunk(0, 40))) == (3, 3, 3, 5, True)
+    assert family_of(request.situation(chunk(40, 44), 200)) == "running"
+    request.preempt()
+
+    step = request.apply(chunk(32, 100), num_hit_blocks=2, hit_is_evictable=True)
+
+    assert counts(step) == (4, 4, 4, 9, True)
+    assert request.finish()
+
+
+@pytest.mark.parametrize("release", RELEASES[RELEASES.index("0.29.0") :])
+def test_a_checkpoint_behind_a_hit(release: str) -> None:
+    """A checkpoint takes a block of its own; 0.29.0 reserves one even where it has no column."""
+    near, far = (
+        driver_of(release)
+        .request(Geometry(16, 4, 2, 1, 4, False), 32)
+        .apply(chunk(32, end), num_hit_blocks=2)
+        for end in (40, 100)
+    )
+
+    estimate = 4 if release == "0.29.0" else 3
+    assert counts(near) == (estimate, estimate, 3, 5, True)
+    assert counts(far) == (4, 4, 4, 9, True)
+    assert (near.checkpoint_is_pending, far.checkpoint_is_pending) == (estimate == 4, True)
+    assert far.pending_checkpoint == ((None, None) if release == "0.29.0" else (96, 5))
+
+
+@pytest.mark.parametrize("release", WITH_PARTIAL_HITS)
+def test_any_life_leaves_the_pool_as_it_was(release: str) -> None:
+    """Hits, copies on write, cached tails and preemption are all undone at the end."""
+    rng = random.Random(release)
+    for _ in range(40):
+        request = driver_of(release).request(PLAIN, 60)
+        assert free_list(request) == list(range(1, 60))
+        computed = 0
+        for _ in range(rng.randint(1, 5)):
+            if computed and rng.random() < 0.3:
+                request.preempt()
+            if not request.observe().table_length:
+                computed = rng.randrange(0, 60, 4)
+                num_blocks = -(-computed // 16)
+                hit = {"num_hit_blocks": num_blocks, "hit_is_evictable": rng.random() < 0.5}
+            else:
+                hit = {}
+                if computed % 16 and computed % 4 == 0:
+                    request.cache_own_partial_tail(computed)
+            end = computed + rng.choice([4, 8, 12, 17, 40])
+            step = request.apply(chunk(computed, end), **hit)
+            assert (step.raised, step.tail_is_held, step.no_block_is_twice) == (None, True, True)
+            computed = end
+        assert request.finish()
+
+
+# ---- geometries of some releases -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("release", RELEASES[RELEASES.index("0.30.0") :])
+def test_the_alignment_of_hits_reaches_the_manager(release: str) -> None:
+    """From 0.32.0 the checkpoint lies at a multiple of it, before at one of the hash block size."""
+    positions = []
+    for alignment in (4, 16):
+        request = driver_of(release).request(Geometry(16, 4, 0, 1, 4, False, alignment), 32)
+        positions.append(request.apply(chunk(0, 110)).checkpoint_position)
+
+    assert positions == ([108, 96] if release >= "0.32.0" else [108, 108])
+
+
+def test_tokens_behind_a_checkpoint_reach_the_pool() -> None:
+    """A hash that looks ahead leaves as many tokens behind the checkpoint."""
+    positions = [
+        driver_of("0.33.0")
+        .request(Geometry(16, 4, 0, 1, 4, False, 4, num_behind), 32)
+        .apply(chunk(0, 110))
+        .checkpoint_position
+        for num_behind in (0, 1, 2, 3, 7)
+    ]
+
+    assert positions == [108, 108, 108, 104, 100]
+
+
+@pytest.mark.parametrize(
+    ("release", "geometry", "symbol"),
+    [
+        ("0.32.0", Geometry(16, 4, 0, 0, 4, False, 4, 2), "BlockPool.num_hash_lookahead_tokens"),
+        ("0.28.0", Geometry(16, 4, 0, 0, 4, False, 16), "MambaManager.cache_hit_alignment_tokens"),
+        ("0.29.0", Geometry(16, 4, 0, 0, 4, True), "MambaManager.drop_eagle_checkpoint_block"),
+        ("0.28.0", SMALL, "MambaSpec.num_prefill_checkpoint_blocks"),
+    ],
+)
+def test_a_size_that_a_release_does_not_know_is_refused(
+    release: str, geometry: Geometry, symbol: str
+) -> None:
+    """What would be ignored is not claimed to have been tested."""
+    with pytest.raises(BindingError, match=f"this release has no {symbol}"):
+        driver_of(release).request(geometry, 32)
+
+
+@pytest.mark.parametrize("release", ["0.24.0", "0.25.0"])
+def test_releases_without_partial_blocks_say_so(release: str) -> None:
+    """Before 0.26.0 neither a hit nor an own tail ends inside a block."""
+    request = driver_of(release).request(PLAIN, 32)
+    with pytest.raises(BindingError, match=r"\.py: .* no MambaManager._has_partial_local_hit"):
+        request.apply(chunk(24, 40), num_hit_blocks=2)
+    request = driver_of(release).request(PLAIN, 32)
+    request.apply(chunk(0, 40))
+    with pytest.raises(BindingError, match=r"\.py: .* no MambaManager._cache_partial_tail_block"):
+        request.cache_own_partial_tail(40)
+
+
+# ---- steps that cannot be brought about ----------------------------------------------------------
+
+
+def test_what_only_an_admission_adopts_is_refused_later(drivers: dict[str, Driver]) -> None:
+    """A running request has no new hit and no external tokens."""
+    request = drivers["0.31.0"].request(PLAIN, 32)
+    with pytest.raises(DriverError, match="without a table is not preempted"):
+        request.preempt()
+    with pytest.raises(DriverError, match="a hit of 32 tokens has not 3 blocks"):
+        request.apply(chunk(32, 40), num_hit_blocks=3)
+    with pytest.raises(DriverError, match="32 local and 8 external tokens are not 41"):
+        request.apply(Call(48, 48, 41, 32), num_hit_blocks=2, num_external_tokens=8)
+    request.apply(chunk(0, 40))
+
+    with pytest.raises(DriverError, match="has a table"):
+        request.apply(chunk(40, 48), num_hit_blocks=3)
+    with pytest.raises(DriverError, match="has a table"):
+        request.apply(Call(48, 48, 40, 32), num_external_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "num_tokens", "reason"),
+    [
+        (PLAIN, 48, "a block ends there"),
+        (PLAIN, 42, "no hash unit ends there"),
+        (PLAIN, 24, "the request has no block in column 1"),
+        (PLAIN, 84, "the request has no block in column 5"),
+        (Geometry(16, 4, 2, 1, 4, False), 40, "caches the pending checkpoint instead"),
+    ],
+)
+@pytest.mark.parametrize("release", ["0.31.0", "0.33.0"])
+def test_a_tail_that_is_not_cached_says_why(
+    release: str, geometry: Geometry, num_tokens: int, reason: str
+) -> None:
+    """The tree's own code decides; a step without its tail would be of another family."""
+    request = driver_of(release).request(geometry, 32)
+    request.apply(chunk(0, 40))
+
+    with pytest.raises(DriverError, match=f"no partial tail is cached at {num_tokens} .*{reason}"):
+        request.cache_own_partial_tail(num_tokens)
+
+
+def test_a_tree_that_reads_more_of_a_request_is_named(edited: Callable[..., Path]) -> None:
+    """What the stand-in for a request lacks is our error, not the step's."""
+    root = edited(
+        MANAGERS_FILE,
+        "        hash_block_size = self.block_pool.hash_block_size\n        # Re-key",
+        "        request.priority\n"
+        "        hash_block_size = self.block_pool.hash_block_size\n        # Re-key",
+    )
+    request = core_driver(root).request(PLAIN, 32)
+    request.apply(chunk(0, 40))
+
+    with pytest.raises(DriverError, match=r"cache_blocks raised AttributeError: .*'priority'"):
+        request.cache_own_partial_tail(40)
+
+
+def test_a_renamed_method_ends_only_the_steps_that_need_it(edited: Callable[..., Path]) -> None:
+    """The other steps of such a tree can still be driven."""
+    driver = core_driver(edited(MANAGERS_FILE, "add_local_computed_blocks", "adopt_blocks"))
+
+    assert driver.request(PLAIN, 32).apply(chunk(0, 40)).drawn == 3
+    with pytest.raises(BindingError, match=r"no MambaManager\.add_local_computed_blocks here"):
+        driver.request(PLAIN, 32).apply(chunk(32, 40), num_hit_blocks=2)
+
+
 # ---- short pools --------------------------------------------------------------------------------
 
 
@@ -180,6 +572,30 @@ def test_a_pool_with_just_the_estimate_suffices(drivers: dict[str, Driver]) -> N
 
     assert (step.raised, step.drawn, request.free_at_allocation) == (None, 5, 5)
     assert request.observe().free == 31 - 5
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_pool_with_just_the_estimate_holds_an_evictable_hit(release: str) -> None:
+    """The hit is one of the blocks that are free, and none that is taken to make the pool short."""
+    request = driver_of(release).request(PLAIN, 32)
+
+    step = request.apply(
+        chunk(32, 100), num_hit_blocks=2, hit_is_evictable=True, exactly_the_estimate=True
+    )
+
+    assert (step.raised, step.drawn, request.free_at_allocation) == (None, 4, 4)
+    assert request.observe().table[1] == 1
+    assert request.finish()
+
+
+def test_a_hit_takes_a_place_in_the_pool(drivers: dict[str, Driver]) -> None:
+    """Too small a pool for the hit, or for as few free blocks as asked, is our error."""
+    with pytest.raises(LimitError, match="no free block for the hit"):
+        drivers["0.31.0"].request(PLAIN, 1).apply(chunk(32, 40), num_hit_blocks=2)
+    with pytest.raises(LimitError, match="0 blocks are to be free, the hit alone is 1"):
+        drivers["0.31.0"].request(PLAIN, 32).apply(
+            chunk(32, 40), num_hit_blocks=2, hit_is_evictable=True, free_blocks=0
+        )
 
 
 def test_a_pool_one_block_short_raises(drivers: dict[str, Driver]) -> None:

@@ -14,7 +14,17 @@ import pytest
 from conformance import replay as replay_module
 from conformance.driver import Driver, core_driver
 from conformance.replay import PROJECT_ROOT, Outcome, Replay, replay, replay_in
-from conformance.scenario import Expect, Prediction, Scenario, ScenarioStep, to_json
+from conformance.scenario import (
+    Expect,
+    Prediction,
+    Scenario,
+    ScenarioStep,
+    dumps,
+    loads,
+    to_json,
+)
+from conformance.targets import resolve
+from spec.families import FAMILIES, family_of
 from spec.vocabulary import Call, Geometry
 
 OLD, NEW = "vllm==0.30.0", "vllm==0.31.0"
@@ -38,6 +48,78 @@ LONG_PROMPT = Scenario(
 )
 
 
+#: A step of each family that `LONG_PROMPT` has not, on blocks of 16 tokens and hash units of 4.
+OTHER_FAMILIES: dict[str, tuple[ScenarioStep, ...]] = {
+    "first": (ScenarioStep("first", Call(40, 40, 0, 0), 200),),
+    "hit-full": (ScenarioStep("hit", Call(100, 100, 32, 32), 200, num_hit_blocks=2),),
+    "hit-partial": (
+        ScenarioStep("hit", Call(28, 28, 24, 24), 200, num_hit_blocks=2, hit_is_evictable=True),
+    ),
+    "external-sync": (
+        ScenarioStep("external", Call(100, 100, 40, 0), 200, num_external_tokens=40),
+    ),
+    "external-async": (
+        ScenarioStep(
+            "external",
+            Call(40, 40, 40, 0),
+            200,
+            num_external_tokens=40,
+            loads_asynchronously=True,
+        ),
+    ),
+}
+OTHER_FAMILIES |= {
+    "promoted": (
+        *OTHER_FAMILIES["external-async"],
+        ScenarioStep("promoted", Call(100, 100, 40, 40), 200),
+    ),
+    "resumed": (
+        *OTHER_FAMILIES["first"],
+        ScenarioStep("again", Call(40, 40, 32, 32), 200, num_hit_blocks=2, preempted=True),
+    ),
+    "own-tail": (
+        *OTHER_FAMILIES["first"],
+        ScenarioStep("its tail", Call(100, 100, 40, 40), 200, owns_partial_tail=True),
+    ),
+    "running": (
+        *OTHER_FAMILIES["first"],
+        ScenarioStep("a chunk", Call(44, 44, 40, 40), 200),
+    ),
+    "drafts": (
+        ScenarioStep("first", Call(95, 95, 0, 0), 90),
+        ScenarioStep("drafts", Call(99, 99, 95, 95), 90),
+        ScenarioStep("without", Call(96, 96, 95, 95), 90),
+    ),
+}
+SCENARIOS_OF_FAMILIES = [
+    Scenario(
+        name=f"a-step-of-{family}",
+        manager="mamba-align",
+        geometry=Geometry(16, 4, 2, 0, 4, False),
+        num_gpu_blocks=32,
+        steps=steps,
+        family=family,
+        predicted={},
+    )
+    for family, steps in OTHER_FAMILIES.items()
+]
+
+#: Estimate and drawn blocks of the last step from 0.31.0; 0.30.0 reserves one more for a hit that
+#: ends inside the block that the chunk ends in.
+COUNTS = {
+    "first": (3, 3),
+    "hit-full": (3, 3),
+    "hit-partial": (4, 4),
+    "external-sync": (3, 4),
+    "external-async": (3, 3),
+    "promoted": (1, 1),
+    "resumed": (3, 3),
+    "own-tail": (2, 2),
+    "running": (0, 0),
+    "drafts": (-1, 0),
+}
+
+
 @pytest.fixture(scope="module")
 def drivers(trees: Mapping[str, Path]) -> dict[str, Driver]:
     return {f"vllm=={release}": core_driver(root) for release, root in trees.items()}
@@ -59,6 +141,56 @@ def test_what_was_predicted_is_reproduced(
     assert [seen.why for seen in result.steps] == ["already computed", "the rest"]
     assert [seen.table_length_before for seen in result.steps] == [0, 27]
     assert (result.steps[-1].held, result.steps[-1].free) == (5, 1018)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS_OF_FAMILIES, ids=lambda scenario: scenario.family)
+@pytest.mark.parametrize("target", [OLD, NEW])
+def test_a_step_of_every_family_is_replayed(
+    drivers: dict[str, Driver], target: str, scenario: Scenario
+) -> None:
+    """The last step is of the family that the scenario names, and shows the counts of the code."""
+    request = drivers[target].request(scenario.geometry, scenario.num_gpu_blocks)
+    _, situation = replay_module._apply_steps(scenario, request)
+    result = replay(scenario, drivers[target], target)
+
+    estimate, drawn = COUNTS[scenario.family]
+    estimate += target == OLD and scenario.family == "hit-partial"
+    step = result.steps[-1].step
+    assert family_of(situation) == scenario.family
+    assert (step.dry_run, step.estimate, step.drawn) == (estimate, estimate, drawn)
+    assert ("exact-estimate" in result.violated) is (estimate != drawn)
+    assert loads(dumps(scenario), name=scenario.name) == [scenario]
+
+
+def test_every_family_has_a_step_here() -> None:
+    """A family that is added to the catalogue is replayed, too."""
+    assert {*OTHER_FAMILIES, LONG_PROMPT.family} == FAMILIES.keys()
+
+
+def test_a_step_that_cannot_be_brought_about_could_not_be_run(drivers: dict[str, Driver]) -> None:
+    """A tail that the release does not cache is no verdict on the step behind it."""
+    steps = OTHER_FAMILIES["own-tail"]
+    scenario = changed(geometry=Geometry(16, 4, 2, 1, 4, False), steps=steps, predicted={})
+
+    result = replay(scenario, drivers[NEW], NEW)
+
+    assert result.outcome is Outcome.COULD_NOT_RUN
+    assert result.detail.endswith("caches the pending checkpoint instead")
+
+
+def test_a_release_without_positions_says_nothing_of_where_a_checkpoint_is() -> None:
+    """0.29.0 keeps a count, from which only whether a checkpoint is pending is known."""
+    target = "vllm==0.29.0"
+    driver = core_driver(resolve(target).root)
+    first = LONG_PROMPT.steps[:1]
+    scenario = changed(theorem="checkpoint-recorded", steps=first, predicted={})
+
+    result = replay(scenario, driver, target)
+
+    step = result.steps[-1].step
+    assert (step.checkpoint_is_pending, step.checkpoint_position) == (True, None)
+    assert result.theorem_holds is None
+    assert "checkpoint-recorded" not in result.violated
 
 
 @pytest.mark.parametrize(
@@ -216,12 +348,33 @@ def test_both_tiers_see_the_same(trees: Mapping[str, Path], target: str) -> None
     root = trees[target.removeprefix("vllm==")]
 
     core, vllm = (
-        replay_in(root, tier, [LONG_PROMPT, changed(num_gpu_blocks=2)], target=target)
+        replay_in(
+            root,
+            tier,
+            [LONG_PROMPT, changed(num_gpu_blocks=2), *SCENARIOS_OF_FAMILIES],
+            target=target,
+        )
         for tier in ("core", "vllm")
     )
 
     assert core[0].outcome is Outcome.REPRODUCED
     assert vllm == core
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the vllm tier needs torch")
+@pytest.mark.parametrize("target", ["vllm==0.24.0", "vllm==0.33.0"])
+def test_both_tiers_see_the_same_of_every_family(target: str) -> None:
+    """The oldest release and the newest differ most in what the driver calls, in either tier."""
+    root = resolve(target).root
+
+    core, vllm = (
+        replay_in(root, tier, SCENARIOS_OF_FAMILIES, target=target) for tier in ("core", "vllm")
+    )
+
+    assert vllm == core
+    could_not = {seen.scenario for seen in core if seen.outcome is Outcome.COULD_NOT_RUN}
+    without = {"a-step-of-hit-partial", "a-step-of-own-tail"}
+    assert could_not == (without if target == "vllm==0.24.0" else set())
 
 
 def test_outcomes_have_stable_names() -> None:

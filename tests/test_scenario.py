@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.scenario import (
+    KIND_DEFAULTS,
     Expect,
     Prediction,
     Scenario,
@@ -42,6 +43,30 @@ LONG_PROMPT = Scenario(
 )
 JSON = json.loads(dumps(LONG_PROMPT))
 
+#: A life with every field that a file may leave out.
+EVENTFUL = Scenario(
+    name="an-eventful-life",
+    manager="mamba-align",
+    geometry=Geometry(16, 4, 2, 1, 4, False, 16, 3),
+    num_gpu_blocks=64,
+    steps=(
+        ScenarioStep(
+            "parked behind a hit",
+            Call(60, 60, 60, 24),
+            200,
+            num_hit_blocks=2,
+            hit_is_evictable=True,
+            num_external_tokens=36,
+            loads_asynchronously=True,
+        ),
+        ScenarioStep("promoted", Call(72, 72, 60, 60), 200),
+        ScenarioStep("its tail is cached", Call(80, 80, 72, 72), 200, owns_partial_tail=True),
+        ScenarioStep("resumed", Call(40, 40, 0, 0), 200, preempted=True),
+    ),
+    family="resumed",
+    predicted={},
+)
+
 
 def test_a_scenario_survives_writing_and_reading(tmp_path: Path) -> None:
     """What was dumped is loaded again, alone or in a collection."""
@@ -52,6 +77,30 @@ def test_a_scenario_survives_writing_and_reading(tmp_path: Path) -> None:
     assert load(tmp_path / "one.json") == [LONG_PROMPT]
     assert load(tmp_path / "two.json") == [LONG_PROMPT, another]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.json", "two.json"]
+
+
+def test_every_kind_of_step_survives_writing_and_reading() -> None:
+    """Fields are written where they say something, and only there."""
+    content = json.loads(dumps(EVENTFUL))
+
+    assert loads(dumps(EVENTFUL), name="eventful") == [EVENTFUL]
+    assert [sorted(step.keys() & KIND_DEFAULTS.keys()) for step in content["steps"]] == [
+        ["hit_is_evictable", "loads_asynchronously", "num_external_tokens", "num_hit_blocks"],
+        [],
+        ["owns_partial_tail"],
+        ["preempted"],
+    ]
+    assert content["geometry"]["cache_hit_alignment_tokens"] == 16
+    assert content["geometry"]["num_tokens_behind_checkpoint"] == 3
+
+
+def test_a_plain_scenario_is_written_as_ever() -> None:
+    """Fields that came later leave the bytes of older files alone."""
+    later = {"cache_hit_alignment_tokens", "num_tokens_behind_checkpoint", *KIND_DEFAULTS}
+
+    assert not later & JSON["geometry"].keys()
+    assert not any(later & step.keys() for step in JSON["steps"])
+    assert loads(json.dumps(JSON), name="plain")[0].geometry.cache_hit_alignment_tokens == 128
 
 
 def test_the_same_scenarios_give_the_same_bytes() -> None:
@@ -99,12 +148,21 @@ MALFORMED: list[tuple[str, Any, str]] = [
     ("geometry.num_speculative_blocks", -1, "geometry.num_speculative_blocks: -1 is below 0"),
     ("geometry.prefill_checkpoint_alignment", 0, "prefill_checkpoint_alignment: 0 is below 1"),
     ("geometry.drop_eagle_checkpoint_block", 1, "expected true or false, got an integer"),
+    ("geometry.cache_hit_alignment_tokens", 0, "cache_hit_alignment_tokens: 0 is below 1"),
+    ("geometry.cache_hit_alignment_tokens", 64, "64 is not a multiple of hash_block_size 128"),
+    ("geometry.num_tokens_behind_checkpoint", -1, "num_tokens_behind_checkpoint: -1 is below 0"),
     ("steps", [], "steps: a scenario has at least one step"),
     ("steps", {}, "steps: expected a list, got an object"),
     ("steps.1", None, "steps[1]: expected an object, got null"),
     ("steps.1.num_tokens", True, "steps[1].num_tokens: expected an integer, got true"),
     ("steps.1.num_tokens", "9", "steps[1].num_tokens: expected an integer, got a string"),
     ("steps.1.prefill_length", -1, "steps[1].prefill_length: -1 is below 0"),
+    ("steps.1.num_hit_blocks", -1, "steps[1].num_hit_blocks: -1 is below 0"),
+    ("steps.1.hit_is_evictable", 0, "steps[1].hit_is_evictable: expected true or false"),
+    ("steps.1.num_external_tokens", None, "num_external_tokens: expected an integer, got null"),
+    ("steps.1.loads_asynchronously", "", "steps[1].loads_asynchronously: expected true or false"),
+    ("steps.1.preempted", {}, "steps[1].preempted: expected true or false, got an object"),
+    ("steps.1.owns_partial_tail", [], "steps[1].owns_partial_tail: expected true or false"),
     ("steps.0.why", "a\nb", "steps[0].why: holds a line break"),
     ("steps.0.expect.need", -1, "steps[0].expect.need: -1 is below 0"),
     ("steps.0.expect.wish", 1, 'steps[0].expect: unknown field "wish"'),
@@ -142,6 +200,55 @@ def test_a_malformed_field_is_named_in_one_line(path: str, value: Any, message: 
     assert str(refused.value).startswith("some.json: ")
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+#: Steps of `EVENTFUL` that contradict themselves: the step, what is changed, and the refusal.
+CONTRADICTIONS: list[tuple[int, dict[str, Any], str]] = [
+    (0, {"num_hit_blocks": 3}, "num_hit_blocks: 24 local tokens do not end in block 3"),
+    (0, {"num_hit_blocks": 0}, "hit_is_evictable: there is no hit"),
+    (
+        0,
+        {"num_hit_blocks": 0, "hit_is_evictable": False},
+        "num_local_computed_tokens: no hit holds the 24 local tokens",
+    ),
+    (
+        0,
+        {"num_local_computed_tokens": 26, "num_external_tokens": 34},
+        "num_local_computed_tokens: a hit of 26 tokens is not a multiple of hash_block_size",
+    ),
+    (0, {"num_external_tokens": 61}, "num_external_tokens: 61 of 60 computed tokens"),
+    (0, {"num_external_tokens": 35}, "total_computed_tokens: 60 is not 24 local and 35 external"),
+    (
+        0,
+        {"num_external_tokens": 0, "num_local_computed_tokens": 60, "num_hit_blocks": 4},
+        "loads_asynchronously: there are no external tokens",
+    ),
+    (0, {"num_tokens_main_model": 61}, "num_tokens_main_model: a parked request computes nothing"),
+    (0, {"preempted": True}, "preempted: the first step finds no blocks to lose"),
+    (0, {"owns_partial_tail": True}, "owns_partial_tail: the request has no blocks"),
+    (1, {"num_hit_blocks": 4}, "num_hit_blocks: only a step that admits the request"),
+    (1, {"num_external_tokens": 1}, "num_external_tokens: only a step that admits the request"),
+    (1, {"loads_asynchronously": True}, "loads_asynchronously: only a step that admits"),
+    (2, {"total_computed_tokens": 80}, "owns_partial_tail: 80 computed tokens do not end inside"),
+    (2, {"total_computed_tokens": 73}, "owns_partial_tail: 73 is not a multiple of hash_block"),
+    (3, {"owns_partial_tail": True}, "owns_partial_tail: the request has no blocks"),
+    (3, {"num_external_tokens": 8}, "num_external_tokens: 8 of 0 computed tokens"),
+    (3, {"total_computed_tokens": 8}, "total_computed_tokens: 8 is not 0 local and 0 external"),
+]
+
+
+@pytest.mark.parametrize(("i", "changes", "message"), CONTRADICTIONS)
+def test_a_step_that_makes_no_sense_is_refused(
+    i: int, changes: dict[str, Any], message: str
+) -> None:
+    """What no scheduler would do is refused, with the step and the field."""
+    content = json.loads(dumps(EVENTFUL))
+    content["steps"][i].update(changes)
+
+    with pytest.raises(ScenarioError) as refused:
+        loads(json.dumps(content), name="some.json")
+
+    assert str(refused.value).startswith(f"some.json: steps[{i}].{message}")
 
 
 @pytest.mark.parametrize("path", [*JSON, *(f"geometry.{name}" for name in JSON["geometry"])])
