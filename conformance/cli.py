@@ -1,13 +1,14 @@
-"""The command line: `capproof prove`, `gen-tests`, `conform`, `replay`, `targets`, `explain`.
+"""The command line: `capproof prove`, `gen-tests`, `conform`, `replay`, `bisect` and two lists.
 
-Exit status: 0 as expected; 1 a verdict or a replay is not as expected; 2 the command could not run,
-with one line saying what and what to do.
+Exit status: 0 as expected; 1 a verdict or a replay is not as expected, or a bisection names no
+commit; 2 the command could not run, with one line saying what and what to do.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -232,6 +233,46 @@ def replay(scenario_file: Path, targets: tuple[str, ...], tier: str) -> int:
     if not_run:
         raise CannotRun(f"{len(not_run)} replays could not be run, the first on {not_run[0]}")
     return worst
+
+
+@cli.command()
+@click.option(
+    "--repo",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="CHECKOUT",
+    help="A clone of vLLM; it is only read.",
+)
+@click.option("--good", required=True, metavar="REV", help="Where the theorem is proved.")
+@click.option("--bad", required=True, metavar="REV", help="Where it is refuted.")
+@click.option("--theorem", required=True, metavar="SLUG")
+@click.option("--family", metavar="F", help="Default: all.")
+def bisect(repo: Path, good: str, bad: str, theorem: str, family: str | None) -> int:
+    """Name the first commit of a clone that breaks a theorem, or that mends it."""
+    from conformance import bisect as bisecting
+    from conformance.obligations import Selection
+    from conformance.report import show_unproved
+
+    families = (family,) if family else ()
+    _check_names((), families, (theorem,))
+    console = _console()
+    with _cannot_run_on(bisecting.BisectError), _status_on(console) as on_progress:
+        found = bisecting.bisect(
+            repo,
+            good,
+            bad,
+            Selection(families, (theorem,)),
+            on_judged=lambda judged: _print(console, bisecting.step_line(judged)),
+            on_progress=on_progress,
+        )
+    for line in bisecting.closing_lines(found):
+        _print(console, line)
+    rows = [row for row in found.refuted.rows if row["verdict"] == "REFUTED"]
+    show_unproved(console, rows, {})
+    for file in _keep_scenarios(rows).values():
+        command = shlex.join(["capproof", "replay", file, "--target", f"path:{repo}"])
+        _print(console, f"  with {found.refuted.commit.short} checked out: {command}")
+    return AS_EXPECTED if found.first is not None else NOT_AS_EXPECTED
 
 
 @cli.command("targets")
@@ -614,6 +655,18 @@ def _progress() -> Iterator[Callable[[str], None]]:
     from rich.text import Text
 
     console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status("starting") as status:
+        yield lambda text: status.update(Text(text))
+
+
+@contextmanager
+def _status_on(console: Any) -> Iterator[Callable[[str], None]]:
+    """What is being worked on, below the lines that are printed; nothing in a pipe."""
+    from rich.text import Text
+
     if not console.is_terminal:
         yield lambda text: None
         return
