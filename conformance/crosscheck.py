@@ -38,7 +38,7 @@ class _Checker:
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
         self._lifted = LiftedTree(tree.root)
-        self._provers: dict[tuple[str, tuple[str, ...]], list[Prover]] = {}
+        self._provers: dict[tuple[str, tuple[str, ...], bool], list[Prover]] = {}
 
     def check(self, row: Row) -> str | None:
         if row["verdict"] == "REFUTED":
@@ -57,7 +57,9 @@ class _Checker:
         theorem = THEOREMS[row["theorem"]]
         scripts = (
             script
-            for prover in self._provers_of(row["family"], tuple(row["tags"]))
+            for prover in self._provers_of(
+                row["family"], tuple(row["tags"]), asks_gate=theorem.asks_gate
+            )
             for script in (prover.smtlib(theorem), prover.uncovered_smtlib())
         )
         answers = {second_solver.ask(script) for script in scripts}
@@ -65,10 +67,11 @@ class _Checker:
             return DISAGREES
         return UNDECIDED if Answer.UNKNOWN in answers else AGREES
 
-    def _provers_of(self, family: str, tags: tuple[str, ...]) -> list[Prover]:
-        if (family, tags) not in self._provers:
-            self._provers[family, tags] = [
-                Prover(self._lifted.exploration(family, tags, eagle=eagle))
-                for eagle in (False, True)
-            ]
-        return self._provers[family, tags]
+    def _provers_of(
+        self, family: str, tags: tuple[str, ...], *, asks_gate: bool
+    ) -> list[Prover]:
+        key = family, tags, asks_gate
+        if key not in self._provers:
+            found = self._lifted.explorations_of(family, tags, asks_gate=asks_gate)
+            self._provers[key] = [Prover(exploration) for exploration in found]
+        return self._provers[key]

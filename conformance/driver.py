@@ -246,7 +246,6 @@ class RequestUnderTest:
             column_to_retire_before=retired_before,
             column_to_retire=self._column_to_retire(),
             raised=None if self.exception is None else type(self.exception).__name__,
-            num_evictable_hits=len(evictable),
         )
 
     def preempt(self) -> None:

@@ -139,8 +139,7 @@ def _prove(tree: Tree, selection: Selection, on_progress: Callable[[str], None])
 
     lifted, real_code = LiftedTree(tree.root), _RealCode(tree)
     for obligation in prove(
-        tree.root,
-        explorer=lifted.exploration,
+        lifted,
         families=selection.families,
         theorems=selection.theorems,
         on_progress=lambda text: on_progress(f"{tree.target} {text}"),

@@ -18,13 +18,14 @@ from models.loader import MANAGERS, Core, CoreError, PlaceholderUsed
 from models.path import Path, following
 from models.rewrite import rewrite
 from models.runtime import BUILTINS, call_helper
-from models.step import StepRun, table_before, tail_is_held
+from models.step import StepRun, forgets_parked, table_before, tail_is_held
 from models.term import BoolLike, IntLike, Unsupported
 from models.traits import Traits, traits_of
 from spec.assumptions import (
     ASSUMPTIONS,
     AT_MOST_ONE_CHECKPOINT_BLOCK,
     CHECKPOINT_BLOCKS,
+    HASH_LOOKAHEAD_TOKENS,
     OF_THE_GATE,
     SPECULATIVE_BLOCKS,
     TABLE_HOLDS_COMPUTED_STATE,
@@ -92,6 +93,34 @@ class Exploration:
     built_in: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Variant:
+    """A setting that is explored by itself, since the questions are easier so.
+
+    Attributes:
+        eagle: Whether checkpoints lie one unit lower.
+        whole_blocks: Whether hits, and so checkpoints, end at multiples of whole blocks only.
+        looks_ahead: Whether hashes cover more than one token behind their own.
+    """
+
+    eagle: bool = False
+    whole_blocks: bool = False
+    looks_ahead: bool = False
+
+
+def variants_of(traits: Traits, family: str) -> tuple[Variant, ...]:
+    """Return the variants that together are all of a family's steps on a tree."""
+    settings = [Variant()]
+    if traits.has_eagle_drop:
+        settings.append(Variant(eagle=True))
+    if traits.hashes_look_ahead:
+        settings.append(Variant(looks_ahead=True))
+    # A hit ends inside a block only where hits need not end at whole blocks.
+    if traits.aligns_checkpoints_with_hits and family != "hit-partial":
+        settings += [replace(variant, whole_blocks=True) for variant in settings]
+    return tuple(settings)
+
+
 def lifted_core(root: FilePath) -> Core:
     """Load a tree so that its functions run on terms.
 
@@ -106,11 +135,11 @@ def symbolic_situation(
     tags: tuple[str, ...] = (),
     *,
     traits: Traits,
-    eagle: bool,
+    variant: Variant,
     checkpoint_blocks: IntLike | None = None,
 ) -> Situation:
     """Return the situation of all steps of a family: variables, and 0 where it is always 0."""
-    geometry = _geometry(traits, eagle=eagle, checkpoint_blocks=checkpoint_blocks)
+    geometry = _geometry(traits, variant, checkpoint_blocks)
     make = _admission if family in ADMISSIONS else _with_table
     situation = make(family, tags, geometry)
     keeps_checkpoints = geometry.num_prefill_checkpoint_blocks != 0
@@ -118,23 +147,18 @@ def symbolic_situation(
     return replace(situation, has_left_over_checkpoint=left_over)
 
 
-def _geometry(
-    traits: Traits, *, eagle: bool, checkpoint_blocks: IntLike | None
-) -> Geometry:
+def _geometry(traits: Traits, variant: Variant, checkpoint_blocks: IntLike | None) -> Geometry:
     low, high = CHECKPOINT_BLOCKS[0], CHECKPOINT_BLOCKS[-1]
     if not traits.has_checkpoint_blocks:
         checkpoint_blocks = 0
     elif checkpoint_blocks is None:
         checkpoint_blocks = term.int_var("num_prefill_checkpoint_blocks", low, high)
     block_size = term.int_var("block_size", 1)
-    hash_block_size = term.int_var("hash_block_size", 1)
-    behind: IntLike = 1
-    if traits.hashes_look_ahead and not eagle:
-        behind = term.int_var("num_tokens_behind_checkpoint", 1)
-    elif traits.eagle_drop_leaves_tokens and eagle:
-        behind = 0
-    if traits.has_checkpoint_blocks and not traits.records_checkpoint_position:
-        behind = term.int_var("num_tokens_behind_checkpoint", 0, 1)
+    at_blocks = traits.has_checkpoint_blocks and not traits.records_checkpoint_position
+    hash_block_size = block_size if at_blocks else term.int_var("hash_block_size", 1)
+    unit = hash_block_size
+    if variant.whole_blocks:
+        unit = block_size * term.int_var("num_blocks_per_hit_unit", 1)
     return Geometry(
         block_size=block_size,
         hash_block_size=hash_block_size,
@@ -142,25 +166,31 @@ def _geometry(
             "num_speculative_blocks", SPECULATIVE_BLOCKS[0], SPECULATIVE_BLOCKS[-1]
         ),
         num_prefill_checkpoint_blocks=checkpoint_blocks,
-        prefill_checkpoint_alignment=term.int_var("prefill_checkpoint_alignment", 1),
-        drop_eagle_checkpoint_block=eagle,
-        cache_hit_alignment_tokens=(
-            term.int_var("cache_hit_alignment_tokens", 1)
-            if traits.aligns_checkpoints_with_hits
-            else hash_block_size
+        prefill_checkpoint_alignment=(
+            1 if at_blocks else term.int_var("prefill_checkpoint_alignment", 1)
         ),
-        num_tokens_behind_checkpoint=behind,
+        drop_eagle_checkpoint_block=variant.eagle,
+        cache_hit_alignment_tokens=unit,
+        num_tokens_behind_checkpoint=_tokens_behind_checkpoint(traits, variant),
     )
+
+
+def _tokens_behind_checkpoint(traits: Traits, variant: Variant) -> IntLike:
+    if traits.has_checkpoint_blocks and not traits.records_checkpoint_position:
+        return 0
+    if variant.looks_ahead:
+        return term.int_var("num_tokens_behind_checkpoint", 2, HASH_LOOKAHEAD_TOKENS)
+    return 0 if variant.eagle and traits.eagle_drop_leaves_tokens else 1
 
 
 def _admission(family: str, tags: tuple[str, ...], geometry: Geometry) -> Situation:
     """A request without a table: it starts from its hits and from what a connector brings."""
     has_hits, has_external = family != "first", family in _WITH_EXTERNAL
-    local = term.int_var("num_local_computed_tokens", 0) if has_hits else 0
+    hits: IntLike = term.int_var("num_hit_blocks", 0) if has_hits else 0
+    local: IntLike = term.int_var("num_local_computed_tokens", 0) if has_hits else 0
+    if family == "hit-full":
+        local = hits * geometry.block_size
     external = term.int_var("num_external_tokens", 0) if has_external else 0
-    hits: IntLike = cdiv(local, geometry.block_size)
-    if has_external:
-        hits = term.int_var("num_hit_blocks", 0)
     return Situation(
         geometry=geometry,
         call=_call(local + external, local, parks=family == "external-async"),
@@ -187,7 +217,7 @@ def _with_table(family: str, tags: tuple[str, ...], geometry: Geometry) -> Situa
         table_length=columns + excess,
         prefill_length=term.int_var("prefill_length", 1),
         parked=family == "promoted",
-        owns_partial_tail=family == "own-tail",
+        owns_partial_tail=family == "own-tail" or "own-tail" in tags,
     )
 
 
@@ -205,8 +235,8 @@ def explore(
     core: Core,
     family: str,
     tags: tuple[str, ...],
+    variant: Variant = Variant(),
     *,
-    eagle: bool,
     asks_gate: bool = False,
     checkpoint_blocks: IntLike | None = None,
 ) -> Exploration:
@@ -216,7 +246,7 @@ def explore(
         core: The tree, loaded by :func:`lifted_core`.
         family: Slug.
         tags: Which of its steps.
-        eagle: Whether checkpoints lie one unit lower.
+        variant: In which setting.
         asks_gate: Whether the full-sequence gate is asked before the step.
         checkpoint_blocks: K, where it is not to be any.
 
@@ -227,10 +257,11 @@ def explore(
     """
     traits = traits_of(core)
     situation = symbolic_situation(
-        family, tags, traits=traits, eagle=eagle, checkpoint_blocks=checkpoint_blocks
+        family, tags, traits=traits, variant=variant, checkpoint_blocks=checkpoint_blocks
     )
     extra = (*traits.assumptions(), *(OF_THE_GATE if asks_gate else ()))
     assumptions = _assumptions(situation, family, tags, extra)
+    may_be_forgotten = _has_own_table(situation) and forgets_parked(core, traits)
     question = smt.Question(assumptions)
     paths: list[PathSummary] = []
     samples: list[Mapping[str, Any]] = []
@@ -251,11 +282,18 @@ def explore(
             raise MaybeMissingPaths(f"{family}: paths may be missing: {result.reason}")
         if len(paths) == MAX_PATHS:
             raise NotUnderstood(f"{core.file_of(MANAGERS)}: more than {MAX_PATHS} paths")
-        make = partial(StepRun, core, traits, situation, asks_gate=asks_gate)
+        make = partial(
+            StepRun, core, traits, situation, asks_gate=asks_gate, may_be_forgotten=may_be_forgotten
+        )
         summary = _run(core, make, tuple(assumptions.values()), result.values)
         paths.append(summary)
         samples.append(result.values)
         question.add(term.negation(summary.condition))
+
+
+def _has_own_table(situation: Situation) -> bool:
+    """Whether earlier computed steps left the table, whatever the request began with."""
+    return not isinstance(situation.table_length, int) and situation.parked is not True
 
 
 def _side_by_side(assumptions: Mapping[str, BoolLike], paths: Sequence[PathSummary]) -> smt.Result:

@@ -9,9 +9,11 @@ from typing import Any
 
 from models import intended
 from models.evaluate import Evaluator
-from models.lift import Exploration, explore, lifted_core, summary_of
+from models.lift import Exploration, Variant, explore, lifted_core, summary_of, variants_of
 from models.prove import in_numbers
-from spec.families import family_of, reserves_checkpoint
+from models.traits import traits_of
+from spec.families import family_of, is_overwide, reserves_checkpoint
+from spec.logic import cdiv
 from spec.theorems import OBLIGATIONS, THEOREMS, Need, Pool
 from spec.vocabulary import Situation, Step
 
@@ -28,55 +30,101 @@ class LiftedTree:
 
     def __init__(self, root: Path) -> None:
         self._core = lifted_core(root)
-        self._explored: dict[tuple[str, tuple[str, ...], bool], Exploration] = {}
+        self.traits = traits_of(self._core)
+        self._explored: dict[tuple[Any, ...], Exploration] = {}
 
-    def exploration(self, family: str, tags: tuple[str, ...], *, eagle: bool) -> Exploration:
-        """Return all paths of a family.
+    def exploration(
+        self, family: str, tags: tuple[str, ...], variant: Variant, *, asks_gate: bool = False
+    ) -> Exploration:
+        """Return all paths of a family in one setting.
 
         Raises:
             NotUnderstood: The lifter does not understand the code.
         """
-        key = (family, tags, eagle)
+        key = (family, tags, variant, asks_gate)
         if key not in self._explored:
-            self._explored[key] = explore(self._core, family, tags, eagle=eagle)
+            self._explored[key] = explore(self._core, family, tags, variant, asks_gate=asks_gate)
         return self._explored[key]
 
-    def explorations(self) -> Iterator[tuple[str, tuple[str, ...], bool, Exploration]]:
-        """Yield family, tags, EAGLE drop and paths of everything that has obligations."""
+    def explorations_of(
+        self, family: str, tags: tuple[str, ...], *, asks_gate: bool = False
+    ) -> list[Exploration]:
+        """Return all paths of a family, in all settings.
+
+        Raises:
+            NotUnderstood: The lifter does not understand the code.
+        """
+        return [
+            self.exploration(family, tags, variant, asks_gate=asks_gate)
+            for variant in variants_of(self.traits, family)
+        ]
+
+    def explorations(self) -> Iterator[tuple[str, tuple[str, ...], Variant, Exploration]]:
+        """Yield family, tags, setting and paths of everything that has obligations here."""
         for family, tags in OBLIGATIONS:
-            for eagle in (False, True):
-                yield family, tags, eagle, self.exploration(family, tags, eagle=eagle)
+            if self.traits.why_not(family, tags) is None:
+                for variant in variants_of(self.traits, family):
+                    yield family, tags, variant, self.exploration(family, tags, variant)
 
     def predict(self, situation: Situation, *, checkpoint_before: bool) -> Step | None:
         """Return what is seen of the step, None where the release cannot be asked this.
 
         Args:
-            situation: Made of numbers, of a family that has obligations.
+            situation: Made of numbers.
             checkpoint_before: Whether the step before kept an internal checkpoint.
         """
-        exploration = self.exploration(
-            *obligation_of(situation), eagle=bool(situation.geometry.drop_eagle_checkpoint_block)
+        family, tags = obligation_of(situation)
+        variant = _variant_of(situation)
+        is_asked = self.traits.why_not(family, tags) is None and all(
+            assumption.holds(situation) for assumption in self.traits.assumptions()
         )
+        if not is_asked or variant not in variants_of(self.traits, family):
+            return None
+        exploration = self.exploration(family, tags, variant)
         values = {**values_of(situation), "has_checkpoint_before": checkpoint_before}
         path = summary_of(exploration, values)
         return None if path is None else in_numbers(path.step, Evaluator(values))
 
 
+def _variant_of(situation: Situation) -> Variant:
+    geometry = situation.geometry
+    is_fine = geometry.cache_hit_alignment_tokens == geometry.hash_block_size
+    return Variant(
+        eagle=bool(geometry.drop_eagle_checkpoint_block),
+        whole_blocks=not is_fine,
+        looks_ahead=geometry.num_tokens_behind_checkpoint > 1,
+    )
+
+
 def obligation_of(situation: Situation) -> tuple[str, tuple[str, ...]]:
     """Return the family and tags under which a situation's obligations are listed."""
+    told_apart = {
+        "checkpoint": reserves_checkpoint(situation),
+        "overwide": is_overwide(situation),
+        "own-tail": situation.owns_partial_tail,
+    }
     family = family_of(situation)
-    tags = ("checkpoint",) if family == "first" and reserves_checkpoint(situation) else ()
-    return family, tags
+    return family, tuple(tag for tag, holds in told_apart.items() if holds and tag != family)
 
 
 def values_of(situation: Situation) -> Mapping[str, Any]:
     """Return a situation's numbers by the names of the variables that stand for them."""
     call, geometry = situation.call, situation.geometry
+    columns = cdiv(call.total_computed_tokens, geometry.block_size)
+    excess = situation.table_length - columns - geometry.num_speculative_blocks
     return {
         **vars(geometry),
+        "num_blocks_per_hit_unit": geometry.cache_hit_alignment_tokens // geometry.block_size,
         "num_tokens": call.num_tokens,
         "num_tokens_main_model": call.num_tokens_main_model,
         "num_computed_tokens": call.total_computed_tokens,
+        "num_local_computed_tokens": call.num_local_computed_tokens,
+        "num_external_tokens": situation.num_external_tokens,
+        "num_hit_blocks": situation.num_hit_blocks,
+        "hit_is_evictable": situation.hit_is_evictable,
+        "hit_is_of_this_step": situation.hit_is_of_this_step,
+        "num_excess_columns": excess if situation.table_length else 0,
+        "num_request_tokens": situation.num_request_tokens,
         "prefill_end": call.prefill_end,
         "prefill_length": situation.prefill_length,
     }
@@ -90,12 +138,14 @@ def violated(situation: Situation, step: Step) -> tuple[str, ...]:
         slug
         for slug, theorem in THEOREMS.items()
         if (step.raised is None or theorem.survives_exception)
+        and not theorem.asks_gate
+        and theorem.why_not(family_of(situation)) is None
         and not theorem.holds(situation, step, pool, need)
     )
 
 
 def after(situation: Situation, *, num_tokens: int, prefill_length: int) -> Situation:
-    """Return the situation of the next prefill chunk of the same request, up to ``num_tokens``."""
+    """Return the situation of the next step of the same request, up to ``num_tokens``."""
     computed = situation.call.num_tokens_main_model
     call = replace(
         situation.call,
@@ -104,9 +154,11 @@ def after(situation: Situation, *, num_tokens: int, prefill_length: int) -> Situ
         total_computed_tokens=computed,
         num_local_computed_tokens=computed,
     )
-    return replace(
-        situation,
+    return Situation(
+        geometry=situation.geometry,
         call=call,
         table_length=intended.table_length(situation),
         prefill_length=prefill_length,
+        num_request_tokens=situation.num_request_tokens,
+        parked=situation.loads_asynchronously,
     )

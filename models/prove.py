@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from models import intended, smt, term
@@ -17,36 +15,38 @@ from models.lift import (
     MaybeMissingPaths,
     NotUnderstood,
     PathSummary,
-    explore,
-    lifted_core,
     summary_of,
 )
 from models.term import BoolLike
+from models.traits import Traits
 from spec.assumptions import CHECKPOINT_BLOCKS, SPECULATIVE_BLOCKS
 from spec.theorems import OBLIGATIONS, THEOREMS, Need, Pool, Theorem
 from spec.vocabulary import Situation, Step
 
 MANAGER = "mamba-align"
-SCOPE = (
-    "block size, hash block size, alignment and token counts unbounded; "
-    f"S {SPECULATIVE_BLOCKS[0]}..{SPECULATIVE_BLOCKS[-1]}, "
-    f"K {CHECKPOINT_BLOCKS[0]}..{CHECKPOINT_BLOCKS[-1]}; EAGLE drop on and off; "
-    "dense and sparse retention"
-)
 #: Order in which a counterexample's values are made least; what is left out does not matter to it.
 _LEAST_FIRST = (
     "has_checkpoint_before",
     "has_column_to_retire_before",
+    "hit_is_of_this_step",
+    "hit_is_evictable",
     "num_prefill_checkpoint_blocks",
     "num_speculative_blocks",
     "prefill_end",
     "block_size",
     "hash_block_size",
     "prefill_checkpoint_alignment",
+    "num_blocks_per_hit_unit",
+    "num_tokens_behind_checkpoint",
+    "num_excess_columns",
+    "num_external_tokens",
+    "num_hit_blocks",
+    "num_local_computed_tokens",
     "num_computed_tokens",
     "num_tokens_main_model",
     "num_tokens",
     "prefill_length",
+    "num_request_tokens",
     "free_blocks",
     "watermark_blocks",
     "reserved_blocks",
@@ -55,10 +55,16 @@ _Record = TypeVar("_Record", Situation, Step)
 
 
 class Explorer(Protocol):
-    """Finds all paths of a family."""
+    """A tree whose families can be explored; `models.predict.LiftedTree` is one."""
 
-    def __call__(self, family: str, tags: tuple[str, ...], *, eagle: bool) -> Exploration:
-        """Return them."""
+    @property
+    def traits(self) -> Traits:
+        """What the tree's manager knows."""
+
+    def explorations_of(
+        self, family: str, tags: tuple[str, ...], *, asks_gate: bool = False
+    ) -> Sequence[Exploration]:
+        """Return all paths of a family, in all settings."""
 
 
 class Verdict(Enum):
@@ -69,6 +75,7 @@ class Verdict(Enum):
     UNKNOWN = "UNKNOWN"
     VACUOUS = "VACUOUS"
     PROVED = "PROVED"
+    NOT_APPLICABLE = "NOT_APPLICABLE"
 
 
 #: The worst first: over enumerated parameters the worst verdict stands.
@@ -110,53 +117,70 @@ class Obligation:
     seconds: float
     counterexample: Counterexample | None = None
     reason: str | None = None
-    scope: str = SCOPE
+    scope: str = ""
     num_paths: int = 0
 
 
 def prove(
-    root: Path,
+    tree: Explorer,
     *,
     families: Sequence[str] = (),
     theorems: Sequence[str] = (),
     on_progress: Callable[[str], None] = lambda text: None,
-    explorer: Explorer | None = None,
 ) -> Iterator[Obligation]:
     """Yield a verdict per family with tags and theorem; empty selections mean all.
 
     Args:
-        root: Folder holding `vllm/`.
+        tree: What is explored.
         families: Slugs of families.
         theorems: Slugs of theorems.
         on_progress: Told what is being worked on.
-        explorer: Explores a family of the tree; by default a new one does.
 
     Raises:
-        CoreError: The tree cannot be loaded, or lacks a symbol that a step needs.
+        CoreError: The tree lacks a symbol that a step needs.
     """
-    explorer = explorer or partial(explore, lifted_core(root))
     chosen = [THEOREMS[slug] for slug in THEOREMS if not theorems or slug in theorems]
     for family, tags in OBLIGATIONS:
         if families and family not in families:
             continue
         on_progress(f"{family} {' '.join(tags)}".strip())
-        yield from _of_family(explorer, family, tags, chosen)
+        applicable = []
+        for theorem in chosen:
+            reason = theorem.why_not(family) or tree.traits.why_not(family, tags, theorem.slug)
+            if reason is None:
+                applicable.append(theorem)
+            else:
+                verdict = Verdict.NOT_APPLICABLE
+                yield Obligation(family, tags, theorem.slug, verdict, (), 0.0, reason=reason)
+        for asks_gate in (False, True):
+            asked = [theorem for theorem in applicable if theorem.asks_gate is asks_gate]
+            yield from _of_family(tree, family, tags, asked, asks_gate=asks_gate)
 
 
 def _of_family(
-    explorer: Explorer, family: str, tags: tuple[str, ...], theorems: Sequence[Theorem]
+    tree: Explorer,
+    family: str,
+    tags: tuple[str, ...],
+    theorems: Sequence[Theorem],
+    *,
+    asks_gate: bool,
 ) -> Iterator[Obligation]:
+    if not theorems:
+        return
     started = time.perf_counter()
+    scope = scope_of(tree.traits)
     try:
-        explorations = [explorer(family, tags, eagle=eagle) for eagle in (False, True)]
+        explorations = tree.explorations_of(family, tags, asks_gate=asks_gate)
     except NotUnderstood as error:
-        share = (time.perf_counter() - started) / max(len(theorems), 1)
+        share = (time.perf_counter() - started) / len(theorems)
         solver_gave_up = isinstance(error, MaybeMissingPaths)
         verdict = Verdict.UNKNOWN if solver_gave_up else Verdict.UNSUPPORTED
         for theorem in theorems:
-            yield Obligation(family, tags, theorem.slug, verdict, (), share, reason=str(error))
+            yield Obligation(
+                family, tags, theorem.slug, verdict, (), share, reason=str(error), scope=scope
+            )
         return
-    share = (time.perf_counter() - started) / max(len(theorems), 1)
+    share = (time.perf_counter() - started) / len(theorems)
     provers = [Prover(exploration) for exploration in explorations]
     for theorem in theorems:
         started = time.perf_counter()
@@ -165,7 +189,7 @@ def _of_family(
             parts.append(prover.settle(theorem))
             if parts[-1].verdict is Verdict.REFUTED:
                 break
-        worst = min(parts, key=lambda part: _WORST_FIRST.index(part.verdict))
+        worst = min(_settled(parts), key=lambda part: _WORST_FIRST.index(part.verdict))
         used = dict.fromkeys(slug for part in parts for slug in part.assumptions)
         yield Obligation(
             family,
@@ -176,8 +200,25 @@ def _of_family(
             share + time.perf_counter() - started,
             worst.counterexample,
             worst.reason,
+            scope=scope,
             num_paths=sum(len(exploration.paths) for exploration in explorations),
         )
+
+
+def scope_of(traits: Traits) -> str:
+    """Return which sizes a proof on a tree covers."""
+    parts = [
+        "block size, hash block size, alignment and token counts unbounded",
+        f"S {SPECULATIVE_BLOCKS[0]}..{SPECULATIVE_BLOCKS[-1]}",
+    ]
+    if traits.has_checkpoint_blocks:
+        parts[-1] += f", K {CHECKPOINT_BLOCKS[0]}..{CHECKPOINT_BLOCKS[-1]}"
+    if traits.has_eagle_drop:
+        parts.append("EAGLE drop on and off")
+    if traits.aligns_checkpoints_with_hits:
+        parts.append("hits that end at hash units, and at whole blocks")
+    parts.append("dense and sparse retention" if traits.takes_prefill_end else "dense retention")
+    return "; ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -186,6 +227,15 @@ class _Part:
     assumptions: tuple[str, ...]
     counterexample: Counterexample | None = None
     reason: str | None = None
+
+
+def _settled(parts: Sequence[_Part]) -> Sequence[_Part]:
+    """The parts that say something: a setting in which the case does not occur says nothing.
+
+    Where it occurs in none, all of them say so.
+    """
+    occurs = [part for part in parts if part.verdict is not Verdict.VACUOUS]
+    return occurs or parts
 
 
 class Prover:
@@ -288,7 +338,7 @@ def _variables_in_order() -> list[term.IntLike]:
     declared = {a.args[0]: a for a in term.ATOMS if a.kind == "var"}
     order: list[term.IntLike] = []
     for name in _LEAST_FIRST:
-        if name.startswith("has_"):
+        if name.startswith(("has_", "hit_is_")):
             order.append(term.int_of(term.bool_var(name)))
         elif name in declared:
             order.append(term.int_var(name, declared[name].low, declared[name].high))

@@ -24,6 +24,7 @@ from models.containers import (
     state_of_earlier_steps,
 )
 from models.loader import MANAGERS, Core, CoreError
+from models.path import Path, following
 from models.term import BoolLike, IntLike, Unsupported
 from models.traits import Traits
 from spec.assumptions import SPECULATIVE_BLOCKS
@@ -84,16 +85,25 @@ class StepRun:
         traits: What its manager knows.
         situation: What the step is asked, and the state that it starts from.
         asks_gate: Whether the full-sequence gate is asked before.
+        may_be_forgotten: Whether the request may have been parked, by a release that then forgets
+            that it has blocks, and may have added no column since.
     """
 
     def __init__(
-        self, core: Core, traits: Traits, situation: Situation, *, asks_gate: bool = False
+        self,
+        core: Core,
+        traits: Traits,
+        situation: Situation,
+        *,
+        asks_gate: bool = False,
+        may_be_forgotten: bool = False,
     ) -> None:
         self.situation = situation
         self._traits, self._asks_gate = traits, asks_gate
         self._with_local = takes_local_computed_tokens(core)
         geometry = situation.geometry
-        lookahead = geometry.num_tokens_behind_checkpoint if traits.hashes_look_ahead else 0
+        behind = geometry.num_tokens_behind_checkpoint
+        lookahead = behind if traits.hashes_look_ahead and not isinstance(behind, int) else 0
         self.pool = Pool(geometry.hash_block_size, lookahead)
         self.manager = core.symbol_of("MambaManager")(
             _spec(core, geometry),
@@ -119,10 +129,17 @@ class StepRun:
         elif not isinstance(situation.table_length, int):
             self._admit(parked=situation.parked is True)
             self.manager.req_to_blocks[REQUEST] = table_before(situation)
+            if may_be_forgotten and geometry.num_speculative_blocks == 0:
+                if term.bool_var("was_parked_before"):
+                    self.manager._allocated_block_reqs.discard(REQUEST)
         self._let_checkpoint_be_any()
         if situation.owns_partial_tail is True:
             self._own_partial_tail()
         self.pool.drawn = 0
+
+    def knows_request(self) -> bool:
+        """Whether the manager knows that the request was allocated blocks."""
+        return REQUEST in self.manager._allocated_block_reqs
 
     def step(self) -> Step:
         """The manager's part of `KVCacheManager.allocate_slots`.
@@ -303,6 +320,17 @@ class StepRun:
 
     def _state(self) -> Any:
         return _frozen([vars(self.manager), vars(self.pool)])
+
+
+def forgets_parked(core: Core, traits: Traits) -> bool:
+    """Whether a request without speculative blocks is not known to have blocks once it is parked.
+
+    So before 0.28.0: `MambaManager.allocate_new_blocks` returns early where a load covers it all.
+    """
+    geometry = Geometry(1, 1, 0, 0, 1, False)
+    parked = Situation(geometry, Call(2, 2, 1, 1), term.int_var("any_length", 1), 2, parked=True)
+    with following(Path({"any_length": 1}, ())):
+        return not StepRun(core, traits, parked).knows_request()
 
 
 def takes_local_computed_tokens(core: Core) -> bool:

@@ -46,6 +46,8 @@ class Traits:
     def assumptions(self) -> tuple[Assumption, ...]:
         """Return what else is assumed for this tree."""
         found = [] if self.takes_prefill_end else [assumptions.RELEASE_IS_DENSE]
+        if not self.has_partial_tails:
+            found.append(assumptions.HITS_ARE_WHOLE_BLOCKS)
         if not self.has_checkpoint_blocks:
             return tuple(found)
         if not self.records_checkpoint_position:
@@ -62,13 +64,16 @@ class Traits:
             found.append(assumptions.ONE_TOKEN_BEHIND_CHECKPOINT)
         return tuple(found)
 
-    def why_not(self, family: str, tags: tuple[str, ...], theorem: str) -> str | None:
+    def why_not(self, family: str, tags: tuple[str, ...], theorem: str = "") -> str | None:
         """Return why an obligation is not about this tree, None where it is."""
-        if family in ("hit-partial", "own-tail") and not self.has_partial_tails:
+        starts_inside = family in ("hit-partial", "own-tail") or "own-tail" in tags
+        if starts_inside and not self.has_partial_tails:
             return "no hit ends inside a block before 0.26.0"
         keeps_checkpoint = family == "checkpoint" or "checkpoint" in tags
         if keeps_checkpoint and not self.has_checkpoint_blocks:
             return "there are no checkpoint blocks before 0.29.0"
+        if keeps_checkpoint and starts_inside and not self.records_checkpoint_position:
+            return "0.29.0 keeps a checkpoint only where a chunk starts on a block boundary"
         if theorem == "checkpoint-recorded" and not self.records_checkpoint_position:
             return "before 0.30.0 no position of a checkpoint is recorded"
         return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from spec.logic import cdiv, choose, implies
+from spec.logic import cdiv, choose, implies, negation
 from spec.vocabulary import BoolLike, IntLike, Situation
 
 #: Numbers of speculative blocks that a proof covers one by one.
@@ -17,6 +17,10 @@ from spec.vocabulary import BoolLike, IntLike, Situation
 SPECULATIVE_BLOCKS = tuple(range(9))
 #: Numbers of checkpoint blocks; the code asks only whether there is one.
 CHECKPOINT_BLOCKS = (0, 1)
+
+
+#: Most tokens that a hash looks ahead: as many as drafts, see `SPECULATIVE_BLOCKS`.
+HASH_LOOKAHEAD_TOKENS = SPECULATIVE_BLOCKS[-1]
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,16 @@ TABLE_HOLDS_COMPUTED_STATE = Assumption(
     ),
 )
 
+TAIL_ENDS_INSIDE_BLOCK = Assumption(
+    "tail-ends-inside-block",
+    "A partial tail of the request's own ends inside a block.",
+    "v1/core/single_type_kv_cache_manager.py, MambaManager._cache_partial_tail_block records a tail "
+    "only where num_tokens % block_size is not 0",
+    lambda s: implies(
+        s.owns_partial_tail,
+        negation(s.call.total_computed_tokens % s.geometry.block_size == 0),
+    ),
+)
 LEFT_OVER_NEEDS_CHECKPOINT_BLOCKS = Assumption(
     "left-over-needs-checkpoint-blocks",
     "An earlier estimate left a checkpoint pending only if there are checkpoint blocks.",
@@ -176,6 +190,15 @@ RELEASE_IS_DENSE = Assumption(
     "from then on v1/core/kv_cache_coordinator.py, KVCacheCoordinator.get_num_blocks_to_allocate "
     "passes it",
     lambda s: s.call.prefill_end == 0,
+)
+HITS_ARE_WHOLE_BLOCKS = Assumption(
+    "hits-are-whole-blocks",
+    "A local hit ends on a block boundary.",
+    "before 0.26.0 v1/core/single_type_kv_cache_manager.py, MambaManager.find_longest_cache_hit "
+    "finds whole blocks only",
+    lambda s: implies(
+        s.table_length == 0, s.call.num_local_computed_tokens % s.geometry.block_size == 0
+    ),
 )
 CHECKPOINT_AT_BLOCK_BOUNDARY = Assumption(
     "checkpoint-at-block-boundary",
@@ -227,11 +250,13 @@ LOOKAHEAD_HASH_LEAVES_TOKENS = Assumption(
     "lookahead-hash-leaves-tokens",
     "One token of the chunk, or as many as a hash looks ahead, lie behind its checkpoint, at least; "
     "none with the EAGLE drop.",
-    "from 0.33.0 v1/kv_cache_interface.py, get_mamba_prefill_checkpoint_position: proof_limit",
+    "from 0.33.0 v1/kv_cache_interface.py, get_mamba_prefill_checkpoint_position: proof_limit; "
+    "config/vllm.py, VllmConfig.num_hash_lookahead_tokens is at most num_speculative_tokens",
     lambda s: choose(
         s.geometry.drop_eagle_checkpoint_block,
         s.geometry.num_tokens_behind_checkpoint == 0,
-        s.geometry.num_tokens_behind_checkpoint >= 1,
+        (s.geometry.num_tokens_behind_checkpoint >= 1)
+        & (s.geometry.num_tokens_behind_checkpoint <= HASH_LOOKAHEAD_TOKENS),
     ),
 )
 
@@ -247,11 +272,13 @@ ASSUMPTIONS: tuple[Assumption, ...] = (
     RETENTION_DECIDES_PREFILL_END,
     PROMPT_HAS_TOKENS,
     TABLE_HOLDS_COMPUTED_STATE,
+    TAIL_ENDS_INSIDE_BLOCK,
     LEFT_OVER_NEEDS_CHECKPOINT_BLOCKS,
 )
 #: In force besides, for some releases: `models.traits` says for which.
 OF_SOME_RELEASES: tuple[Assumption, ...] = (
     RELEASE_IS_DENSE,
+    HITS_ARE_WHOLE_BLOCKS,
     CHECKPOINT_AT_BLOCK_BOUNDARY,
     CHECKPOINT_AT_HASH_BOUNDARY,
     CHECKPOINT_WHERE_HITS_END,

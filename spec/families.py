@@ -207,4 +207,6 @@ def tags_of(s: Situation) -> tuple[str, ...]:
         found.append("sparse")
     if is_overwide(s):
         found.append("overwide")
+    if s.owns_partial_tail and family_of(s) != "own-tail":
+        found.append("own-tail")
     return tuple(found)

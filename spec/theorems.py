@@ -37,6 +37,10 @@ OBLIGATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("promoted", ("checkpoint",)),
     ("promoted", ("overwide",)),
     ("promoted", ("checkpoint", "overwide")),
+    ("promoted", ("own-tail",)),
+    ("promoted", ("checkpoint", "own-tail")),
+    ("promoted", ("overwide", "own-tail")),
+    ("promoted", ("checkpoint", "overwide", "own-tail")),
     ("running", ()),
     ("running", ("overwide",)),
     ("checkpoint", ()),
@@ -52,7 +56,8 @@ OBLIGATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 #: Families of requests that have no table yet.
 ADMISSIONS = ("first", "hit-full", "hit-partial", "external-sync", "external-async", "resumed")
-_RUNNING = ("promoted", "running", "checkpoint", "own-tail", "drafts")
+#: Families of requests that the worker knows the table of.
+_KNOWN_TO_WORKER = ("running", "checkpoint", "own-tail", "drafts")
 #: Families that keep an internal checkpoint, whatever their tags.
 _ALWAYS_CHECKPOINT = "checkpoint"
 
@@ -89,6 +94,7 @@ class Theorem:
         source: Where the claim comes from.
         survives_exception: Whether a step that raised still falls under the claim.
         covers_deferred: Whether a step that was deliberately put off falls under the claim.
+        asks_gate: Whether it is about the full-sequence gate, which then is asked before the step.
         families: The families that it is about; empty means all.
         not_elsewhere: Why it is not about the others.
     """
@@ -101,8 +107,13 @@ class Theorem:
     source: str
     survives_exception: bool = False
     covers_deferred: bool = False
+    asks_gate: bool = False
     families: tuple[str, ...] = ()
     not_elsewhere: str = ""
+
+    def why_not(self, family: str) -> str | None:
+        """Return why the claim is not about a family, None where it is."""
+        return self.not_elsewhere if self.families and family not in self.families else None
 
     def holds(self, s: Situation, step: Step, pool: Pool, need: Need) -> BoolLike:
         """Return whether the claim holds of a step, or is not about it since it was put off."""
@@ -273,9 +284,9 @@ THEOREMS: dict[str, Theorem] = {
             lambda s, step, pool, need: step.returned_new_columns,
             _draws,
             "v1/core/sched/scheduler.py: the worker appends what allocate_slots returns",
-            families=("first", *_RUNNING),
-            not_elsewhere="at an admission v1/core/sched/scheduler.py, Scheduler.schedule hands "
-            "the worker the whole table, KVCacheManager.get_blocks",
+            families=("first", *_KNOWN_TO_WORKER),
+            not_elsewhere="a request that was waiting is handed to the worker with its whole table: "
+            "v1/core/sched/scheduler.py, Scheduler.schedule: req_to_new_blocks",
         ),
         Theorem(
             "no-block-twice",
@@ -306,6 +317,7 @@ THEOREMS: dict[str, Theorem] = {
             lambda s, step, pool, need: step.drawn <= step.gate,
             _draws,
             "v1/core/kv_cache_manager.py, KVCacheManager.allocate_slots: full_sequence_must_fit",
+            asks_gate=True,
             families=ADMISSIONS,
             not_elsewhere="v1/core/sched/scheduler.py, Scheduler.schedule asks the gate about "
             "waiting requests only",
@@ -316,9 +328,13 @@ THEOREMS: dict[str, Theorem] = {
 
 def in_obligation(s: Situation, family: str, tags: tuple[str, ...]) -> BoolLike:
     """Return whether a step of a family has exactly these tags, of those that are told apart."""
-    reserved = reserves_checkpoint(s)
     wants_checkpoint = "checkpoint" in tags or family == _ALWAYS_CHECKPOINT
-    overwide = is_overwide(s)
-    return (reserved if wants_checkpoint else negation(reserved)) & (
-        overwide if "overwide" in tags else negation(overwide)
-    )
+    found = _exactly(reserves_checkpoint(s), wants_checkpoint)
+    found = found & _exactly(is_overwide(s), "overwide" in tags)
+    if family == "promoted":
+        found = found & _exactly(s.owns_partial_tail, "own-tail" in tags)
+    return found
+
+
+def _exactly(holds: BoolLike, wanted: bool) -> BoolLike:
+    return holds if wanted else negation(holds)
