@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,11 +19,19 @@ from conformance.cases import Case
 from conformance.scenario import MAX_SLUG_LENGTH, Expect, Prediction, Scenario, ScenarioStep
 from models import intended, smt, term
 from models.evaluate import Evaluator
-from models.lift import Exploration, PathSummary
+from models.lift import Exploration, PathSummary, Variant
 from models.predict import LiftedTree, after, obligation_of, violated
 from models.prove import MANAGER, Counterexample, Obligation, Prover, in_numbers
-from spec.families import checkpoint_column, checkpoint_position, reserves_checkpoint, tags_of
-from spec.logic import negation
+from models.traits import Traits
+from spec.families import (
+    checkpoint_column,
+    checkpoint_position,
+    family_of,
+    is_overwide,
+    reserves_checkpoint,
+    tags_of,
+)
+from spec.logic import cdiv, choose, negation
 from spec.theorems import THEOREMS
 from spec.vocabulary import Call, Geometry, Situation, Step
 
@@ -42,7 +51,14 @@ SPARE_BLOCKS = 8
 _ORDER = (
     "num_prefill_checkpoint_blocks",
     "num_speculative_blocks",
+    "hit_is_evictable",
+    "num_blocks_per_hit_unit",
+    "num_tokens_behind_checkpoint",
     "prefill_end",
+    "num_excess_columns",
+    "num_external_tokens",
+    "num_hit_blocks",
+    "num_local_computed_tokens",
     "num_computed_tokens",
     "num_tokens_main_model",
     "num_tokens",
@@ -53,10 +69,44 @@ _SIZES_FIRST = ("block_size", "hash_block_size", "prefill_checkpoint_alignment",
 _LONGEST = (
     "num_prefill_checkpoint_blocks",
     "num_speculative_blocks",
+    "hit_is_evictable",
+    "num_blocks_per_hit_unit",
+    "num_tokens_behind_checkpoint",
     "tokens_left",
     "prefill_end",
+    "num_excess_columns",
+    "num_external_tokens",
+    "num_hit_blocks",
+    "num_local_computed_tokens",
     "num_computed_tokens",
 )
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a request's first blocks come from, in tokens unless said otherwise."""
+
+    num_local_tokens: int = 0
+    """Tokens of the local hit."""
+    num_hit_blocks: int = 0
+    """Blocks of the local hit in this group."""
+    hit_is_evictable: bool = False
+    num_external_tokens: int = 0
+    loads_asynchronously: bool = False
+    preempted: bool = False
+    """Whether the request had blocks before, and lost them."""
+
+    @property
+    def name(self) -> str:
+        """A part of a slug."""
+        parts = ["preempted"] if self.preempted else []
+        if self.num_local_tokens:
+            parts.append(f"hit-{self.num_local_tokens}-in-{self.num_hit_blocks}")
+        parts += ["evictable"] if self.hit_is_evictable else []
+        if self.num_external_tokens:
+            parts.append("async" if self.loads_asynchronously else "sync")
+            parts.append(str(self.num_external_tokens))
+        return "-".join(parts)
 
 
 @dataclass(frozen=True)
@@ -71,23 +121,57 @@ class Request:
     prefill_length: int = 0
     """Tokens to prefill; 0 is the last of `chunks`."""
     is_sparse: bool = False
+    origin: Origin = Origin()
+    num_computed_tokens: int = 0
+    """Tokens computed before the last step, where fewer than had a slot; 0 is all of them."""
+    owns_partial_tail: bool = False
+    """Whether the last step finds the request's own partial tail cached."""
+    num_request_tokens: int = 0
+    """Tokens that the full-sequence gate is asked about before the last step; 0: it is not."""
 
     def situations(self) -> Iterator[Situation]:
         """Yield what decides the family of each step."""
         length = self.prefill_length or self.chunks[-1]
-        first = self.chunks[0]
-        situation = Situation(
-            geometry=self.geometry,
-            call=Call(first, first, 0, 0, length if self.is_sparse else 0),
-            table_length=0,
-            prefill_length=length,
-        )
+        end_of_prefill = length if self.is_sparse else 0
+        if self.origin.preempted:
+            call = Call(1, 1, 0, 0, end_of_prefill)
+            yield Situation(self.geometry, call, table_length=0, prefill_length=length)
+        situation = self._admission(length, end_of_prefill)
         for i, end in enumerate(self.chunks):
             if i:
                 situation = after(situation, num_tokens=end, prefill_length=length)
-            is_last = i == len(self.chunks) - 1
-            lookahead = self.lookahead if is_last else 0
-            yield replace(situation, call=replace(situation.call, num_tokens=end + lookahead))
+            yield self._under_test(situation) if i == len(self.chunks) - 1 else situation
+
+    def _admission(self, length: int, end_of_prefill: int) -> Situation:
+        origin, end = self.origin, self.chunks[0]
+        computed = origin.num_local_tokens + origin.num_external_tokens
+        return Situation(
+            geometry=self.geometry,
+            call=Call(end, end, computed, origin.num_local_tokens, end_of_prefill),
+            table_length=0,
+            prefill_length=length,
+            num_hit_blocks=origin.num_hit_blocks,
+            hit_is_evictable=origin.hit_is_evictable,
+            num_external_tokens=origin.num_external_tokens,
+            loads_asynchronously=origin.loads_asynchronously,
+            preempted=origin.preempted,
+        )
+
+    def _under_test(self, situation: Situation) -> Situation:
+        call = situation.call
+        call = replace(call, num_tokens=call.num_tokens + self.lookahead)
+        if self.num_computed_tokens:
+            call = replace(
+                call,
+                total_computed_tokens=self.num_computed_tokens,
+                num_local_computed_tokens=self.num_computed_tokens,
+            )
+        return replace(
+            situation,
+            call=call,
+            owns_partial_tail=self.owns_partial_tail,
+            num_request_tokens=self.num_request_tokens,
+        )
 
     @property
     def name(self) -> str:
@@ -95,30 +179,86 @@ class Request:
         g = self.geometry
         parts = [f"b{g.block_size}-h{g.hash_block_size}-s{g.num_speculative_blocks}"]
         parts.append(f"k{g.num_prefill_checkpoint_blocks}-a{g.prefill_checkpoint_alignment}")
+        if g.cache_hit_alignment_tokens != g.hash_block_size:
+            parts.append(f"u{g.cache_hit_alignment_tokens}")
+        if g.num_tokens_behind_checkpoint != 1:
+            parts.append(f"behind-{g.num_tokens_behind_checkpoint}")
         parts += ["eagle"] if g.drop_eagle_checkpoint_block else []
+        parts += [self.origin.name] if self.origin.name else []
         parts.append("tokens-" + "-".join(map(str, self.chunks)))
+        parts += [f"back-to-{self.num_computed_tokens}"] if self.num_computed_tokens else []
+        parts += ["own-tail"] if self.owns_partial_tail else []
         parts += [f"lookahead-{self.lookahead}"] if self.lookahead else []
         length = self.prefill_length or self.chunks[-1]
         kind = "sparse" if self.is_sparse else "of"
         parts += [f"{kind}-{length}"] if self.is_sparse or length != self.chunks[-1] else []
+        parts += [f"gate-{self.num_request_tokens}"] if self.num_request_tokens else []
         return "-".join(parts)
 
 
 def request_of(situation: Situation) -> Request:
     """Return the request that gets into a situation of numbers in the fewest steps.
 
-    Under dense retention nothing asks where the prefill ends; the last chunk then ends it.
+    Under dense retention nothing asks where the prefill ends; the last chunk then ends it, unless
+    the step lies behind it.
     """
     call = situation.call
     is_sparse = call.prefill_end > 0
-    computed, end = call.total_computed_tokens, call.num_tokens_main_model
-    return Request(
-        situation.geometry,
-        (computed, end) if computed else (end,),
-        lookahead=call.num_tokens - end,
-        prefill_length=situation.prefill_length if is_sparse else 0,
+    decodes = family_of(situation) == "drafts"
+    make = _with_table if situation.table_length else _admitted
+    return replace(
+        make(situation),
+        geometry=_with_hash_unit(situation),
+        lookahead=call.num_tokens - call.num_tokens_main_model,
+        prefill_length=situation.prefill_length if is_sparse or decodes else 0,
         is_sparse=is_sparse,
+        num_request_tokens=situation.num_request_tokens,
     )
+
+
+def _admitted(situation: Situation) -> Request:
+    origin = Origin(
+        situation.call.num_local_computed_tokens,
+        situation.num_hit_blocks,
+        bool(situation.hit_is_evictable) and situation.num_hit_blocks > 0,
+        situation.num_external_tokens,
+        situation.loads_asynchronously,
+        situation.preempted,
+    )
+    return Request(situation.geometry, (situation.call.num_tokens_main_model,), origin=origin)
+
+
+def _with_table(situation: Situation) -> Request:
+    """One step gives the table its length, and where that is too long, tokens are taken back."""
+    geometry, call = situation.geometry, situation.call
+    computed = covered = call.total_computed_tokens
+    if is_overwide(situation):
+        columns = situation.table_length - geometry.num_speculative_blocks
+        covered = (columns - 1) * geometry.block_size + 1
+    origin = Origin(num_external_tokens=covered, loads_asynchronously=True)
+    # A tail lies in a block of its own, which the step that made the table longer left behind.
+    has_both = situation.owns_partial_tail and covered != computed
+    return Request(
+        geometry,
+        (*((computed,) if has_both else ()), covered, call.num_tokens_main_model),
+        origin=origin if situation.parked else Origin(),
+        num_computed_tokens=computed if covered != computed else 0,
+        owns_partial_tail=situation.owns_partial_tail,
+    )
+
+
+def _with_hash_unit(situation: Situation) -> Geometry:
+    """Sizes in which the hit, or the own tail, ends at a hash unit, as it does for real.
+
+    Without checkpoint blocks nothing that is estimated depends on the unit.
+    """
+    geometry, call = situation.geometry, situation.call
+    ends = call.total_computed_tokens if situation.owns_partial_tail else 0
+    ends = ends or (call.num_local_computed_tokens if situation.num_hit_blocks else 0)
+    if ends % geometry.hash_block_size == 0 or geometry.num_prefill_checkpoint_blocks:
+        return geometry
+    unit = math.gcd(ends, geometry.block_size)
+    return replace(geometry, hash_block_size=unit, cache_hit_alignment_tokens=unit)
 
 
 def scenario_of(
@@ -137,7 +277,7 @@ def scenario_of(
         checkpoint_before = len(situations) > 1 and bool(reserves_checkpoint(situations[-2]))
         step = tree.predict(last, checkpoint_before=checkpoint_before)
         if step is not None:
-            predicted[target] = _prediction(last, step)
+            predicted[target] = _prediction(last, step, tree.traits)
     return Scenario(
         name=name or request.name,
         manager=MANAGER,
@@ -152,14 +292,14 @@ def scenario_of(
     )
 
 
-def _prediction(situation: Situation, step: Step) -> Prediction:
+def _prediction(situation: Situation, step: Step, traits: Traits) -> Prediction:
     return Prediction(
         dry_run=step.dry_run,
         estimate=step.estimate,
         drawn=step.drawn,
         table_length=step.table_length,
         raised=step.raised,
-        violates=violated(situation, step),
+        violates=violated(situation, step, traits),
     )
 
 
@@ -171,16 +311,9 @@ def _steps(situations: Iterable[Situation]) -> Iterator[ScenarioStep]:
 
 
 def _step(situation: Situation, column_to_retire: int) -> ScenarioStep:
-    call = situation.call
-    if not call.total_computed_tokens:
-        why = "admission of the first chunk"
-    elif reserves_checkpoint(situation):
-        why = "a prefill chunk that keeps an internal checkpoint"
-    else:
-        why = "a prefill chunk"
     return ScenarioStep(
-        why=why,
-        call=call,
+        why=_why(situation),
+        call=situation.call,
         prefill_length=situation.prefill_length,
         expect=Expect(
             need=intended.need(situation),
@@ -192,13 +325,44 @@ def _step(situation: Situation, column_to_retire: int) -> ScenarioStep:
             ),
             column_to_retire=column_to_retire,
         ),
+        **{name: getattr(situation, name) for name in _OF_THE_STEP},
     )
+
+
+#: Fields that a situation and a scenario's step share.
+_OF_THE_STEP = (
+    "num_hit_blocks",
+    "hit_is_evictable",
+    "num_external_tokens",
+    "loads_asynchronously",
+    "preempted",
+    "owns_partial_tail",
+)
+_WHY = {
+    "first": "admission of the first chunk",
+    "hit-full": "admission with a local hit that ends on a block boundary",
+    "hit-partial": "admission with a local hit that ends inside a block",
+    "external-sync": "admission with external tokens",
+    "external-async": "parked while external tokens are loaded",
+    "resumed": "admission after a preemption",
+    "promoted": "the first computed step of a parked request",
+    "own-tail": "a step that writes into the request's own cached tail",
+    "running": "a prefill chunk",
+    "checkpoint": "a prefill chunk",
+    "drafts": "a decoding step",
+}
+
+
+def _why(situation: Situation) -> str:
+    family = family_of(situation)
+    keeps = " that keeps an internal checkpoint" if reserves_checkpoint(situation) else ""
+    return _WHY[family] + (keeps if family != "first" else "")
 
 
 def _pool_size(situations: Sequence[Situation], predictions: Iterable[Prediction]) -> int:
     """A pool large enough for anything: for the estimates, and for all that the steps draw."""
-    most = max((p.estimate or 0 for p in predictions), default=0)
-    per_step = 3 + situations[0].geometry.num_speculative_blocks
+    most = max((abs(p.estimate or 0) for p in predictions), default=0)
+    per_step = 4 + situations[0].geometry.num_speculative_blocks
     return most + per_step * len(situations) + SPARE_BLOCKS
 
 
@@ -241,8 +405,7 @@ def _shows(scenario: Scenario, target: str) -> bool:
 
 
 def _least_reachable(obligation: Obligation, tree: LiftedTree) -> Situation | None:
-    for eagle in (False, True):
-        exploration = tree.exploration(obligation.family, obligation.tags, eagle=eagle)
+    for exploration in _explorations_of(obligation, tree):
         violation = Prover(exploration).violation(THEOREMS[obligation.theorem])
         question = smt.Question()
         question.add(*exploration.assumptions.values(), violation, _is_reached(exploration))
@@ -253,6 +416,11 @@ def _least_reachable(obligation: Obligation, tree: LiftedTree) -> Situation | No
     return None
 
 
+def _explorations_of(obligation: Obligation, tree: LiftedTree) -> list[Exploration]:
+    asks_gate = THEOREMS[obligation.theorem].asks_gate
+    return tree.explorations_of(obligation.family, obligation.tags, asks_gate=asks_gate)
+
+
 def refutation_at_production_sizes(
     target: str, obligation: Obligation, trees: Mapping[str, LiftedTree]
 ) -> Scenario | None:
@@ -261,11 +429,10 @@ def refutation_at_production_sizes(
     None where the theorem is not refuted at these sizes.
     """
     theorem = THEOREMS[obligation.theorem]
-    for eagle in (False, True):
-        exploration = trees[target].exploration(obligation.family, obligation.tags, eagle=eagle)
+    for exploration in _explorations_of(obligation, trees[target]):
         question = smt.Question()
         question.add(*exploration.assumptions.values(), Prover(exploration).violation(theorem))
-        question.add(*_of_sizes(exploration, PRODUCTION_SIZES), *_within_limit())
+        question.add(*_of_sizes(exploration, PRODUCTION_SIZES), *_within_limit(exploration))
         question.add(_is_reached(exploration))
         found = question.ask()
         if found.answer is smt.Answer.SAT:
@@ -284,15 +451,30 @@ def refutation_at_production_sizes(
 
 def request_in(scenario: Scenario) -> Request:
     """Return the request that a scenario of ours was made from."""
-    steps = scenario.steps
-    last = steps[-1].call
-    is_sparse = last.prefill_end > 0
+    *before, last = scenario.steps
+    if last.preempted:
+        before = []
+    first, call = (before or [last])[0], last.call
+    is_sparse, decodes = call.prefill_end > 0, last.prefill_length < call.num_tokens_main_model
+    covered = before[-1].call.num_tokens_main_model if before else 0
+    computed = call.total_computed_tokens if before else 0
     return Request(
         scenario.geometry,
-        tuple(step.call.num_tokens_main_model for step in steps),
-        lookahead=last.num_tokens - last.num_tokens_main_model,
-        prefill_length=steps[-1].prefill_length if is_sparse else 0,
+        tuple(step.call.num_tokens_main_model for step in (*before, last)),
+        lookahead=call.num_tokens - call.num_tokens_main_model,
+        prefill_length=last.prefill_length if is_sparse or decodes else 0,
         is_sparse=is_sparse,
+        origin=Origin(
+            first.call.num_local_computed_tokens,
+            first.num_hit_blocks,
+            first.hit_is_evictable,
+            first.num_external_tokens,
+            first.loads_asynchronously,
+            last.preempted,
+        ),
+        num_computed_tokens=computed if computed != covered else 0,
+        owns_partial_tail=last.owns_partial_tail,
+        num_request_tokens=getattr(last, "num_request_tokens", 0),
     )
 
 
@@ -322,23 +504,39 @@ def _name(what: str, target: str) -> str:
 def paths_and_edges(
     trees: Mapping[str, LiftedTree], on_progress: Callable[[str], None] = lambda text: None
 ) -> dict[Request, str]:
-    """Return a request for each feasible path of each target and for its edges, with sources."""
+    """Return a request for each feasible path of each target and for its edges, with sources.
+
+    What a setting changes is where a checkpoint lies, so a path without one is taken in the plain
+    setting only. Edges are those of the plain setting, for tables as long as required.
+    """
     found: dict[Request, str] = {}
     for target, tree in trees.items():
-        for family, tags, eagle, exploration in tree.explorations():
+        for family, tags, variant, exploration in tree.explorations():
+            is_plain = variant == Variant()
+            if not is_plain and family != "checkpoint" and "checkpoint" not in tags:
+                continue
             on_progress(f"{target} {family} {' '.join(tags)}".strip())
             for number, path in enumerate(exploration.paths, start=1):
                 where = f"path {number} of {'-'.join((family, *tags))} in {target}"
-                drop = " with EAGLE drop" if eagle else ""
-                for request, edge in _of_path(exploration, path, with_edges=not eagle):
-                    found.setdefault(request, f"{edge} of {where}{drop}")
+                setting = _setting(variant)
+                with_edges = is_plain and "overwide" not in tags
+                for request, edge in _of_path(exploration, path, with_edges=with_edges):
+                    found.setdefault(request, f"{edge} of {where}{setting}")
     return found
+
+
+def _setting(variant: Variant) -> str:
+    drop = " with EAGLE drop" if variant.eagle else ""
+    units = " with hits at whole blocks" if variant.whole_blocks else ""
+    return drop + units + (" with hashes that look ahead" if variant.looks_ahead else "")
 
 
 def _of_path(
     exploration: Exploration, path: PathSummary, *, with_edges: bool
 ) -> Iterator[tuple[Request, str]]:
     on_path = (*exploration.assumptions.values(), path.condition, _is_reached(exploration))
+    if isinstance(exploration.situation.hit_is_of_this_step, term.Bool):
+        on_path = (*on_path, negation(exploration.situation.hit_is_of_this_step))
     question = smt.Question()
     question.add(*on_path, *_of_sizes(exploration, EDGE_SIZES))
     least = question.ask()
@@ -355,7 +553,7 @@ def _of_path(
     yield request, "least tokens"
     if not (with_edges and is_ordinary) or values.get("has_checkpoint_before"):
         return
-    greatest = _greatest(question, values, request)
+    greatest = _greatest(exploration, question, values)
     if greatest is not None:
         yield _request(exploration, greatest), "greatest tokens"
     for edge in _around_boundaries(request):
@@ -365,44 +563,86 @@ def _of_path(
 
 
 def _is_reached(exploration: Exploration) -> Any:
-    """A first chunk up to the computed tokens leaves the state, pending checkpoint included."""
+    """The steps that `request_of` finds leave the state, pending checkpoint included.
+
+    No estimate of theirs fails its check, so an admission finds no checkpoint pending, and neither
+    does what follows a parked load.
+    """
     situation = exploration.situation
-    computed = situation.call.total_computed_tokens
-    if isinstance(computed, int):
-        return True
+    return _pending_is_left(situation) & _ends_at_hash_unit(situation)
+
+
+def _ends_at_hash_unit(situation: Situation) -> Any:
+    """A hit, and an own tail, end at a hash unit; which one matters with checkpoint blocks only."""
+    g, call = situation.geometry, situation.call
+    tail = call.total_computed_tokens if situation.owns_partial_tail is True else 0
+    hit = choose(situation.num_hit_blocks > 0, call.num_local_computed_tokens, 0)
+    at_unit = (tail % g.hash_block_size == 0) & (hit % g.hash_block_size == 0)
+    return at_unit | (g.num_prefill_checkpoint_blocks == 0)
+
+
+def _pending_is_left(situation: Situation) -> Any:
+    pending = situation.has_left_over_checkpoint
+    if isinstance(situation.table_length, int) or situation.parked is True:
+        return negation(pending)
+    covered = _covered(situation)
+    # Two steps make a table that is too long and holds a tail; the first one caches the tail.
+    start = situation.call.total_computed_tokens if situation.owns_partial_tail is True else 0
+    start = choose(is_overwide(situation), start, 0)
     call = replace(
         situation.call,
-        num_tokens=computed,
-        num_tokens_main_model=computed,
-        total_computed_tokens=0,
-        num_local_computed_tokens=0,
+        num_tokens=covered,
+        num_tokens_main_model=covered,
+        total_computed_tokens=start,
+        num_local_computed_tokens=start,
     )
     kept = reserves_checkpoint(replace(situation, call=call, table_length=0))
-    pending = term.bool_var("has_checkpoint_before")
+    if situation.owns_partial_tail is True:
+        return negation(pending) & negation(kept)  # a pending checkpoint keeps a tail from it
     return (pending & kept) | (negation(pending) & negation(kept))
 
 
+def _covered(situation: Situation) -> Any:
+    """Tokens of a first step that gives the table its length."""
+    computed, geometry = situation.call.total_computed_tokens, situation.geometry
+    columns = situation.table_length - geometry.num_speculative_blocks
+    least = (columns - 1) * geometry.block_size + 1
+    return choose(columns > cdiv(computed, geometry.block_size), least, computed)
+
+
 def _of_sizes(exploration: Exploration, sizes: Mapping[str, int]) -> Iterator[Any]:
+    """Sizes as given; hash units are blocks, and any alignment does, where a tree says so."""
     geometry = exploration.situation.geometry
     for name, size in sizes.items():
+        if isinstance(geometry.prefill_checkpoint_alignment, int) and name != "block_size":
+            continue
         yield getattr(geometry, name) == size
 
 
-def _within_limit() -> Iterator[Any]:
+def _within_limit(exploration: Exploration) -> Iterator[Any]:
     """The prompt has `MAX_TOKENS` but for `tokens_left`, and there is no lookahead."""
-    end = term.int_var(*_declared("num_tokens_main_model"))
-    yield end + term.int_var("tokens_left", 0) == MAX_TOKENS
-    yield term.int_var(*_declared("num_tokens")) == end
+    call = exploration.situation.call
+    yield call.num_tokens_main_model + term.int_var("tokens_left", 0) == MAX_TOKENS
+    yield call.num_tokens == call.num_tokens_main_model
+
+
+#: What a step starts from, but for its table.
+_START = (
+    "num_computed_tokens",
+    "num_local_computed_tokens",
+    "num_external_tokens",
+    "num_hit_blocks",
+    "hit_is_evictable",
+)
 
 
 def _greatest(
-    question: smt.Question, values: Mapping[str, Any], request: Request
+    exploration: Exploration, question: smt.Question, values: Mapping[str, Any]
 ) -> Mapping[str, Any] | None:
     """The model with the most tokens within `MAX_TOKENS` that starts as the request does."""
-    pins = list(_within_limit())
-    if len(request.chunks) > 1:
-        computed = term.int_var(*_declared("num_computed_tokens"))
-        pins.append(computed == request.chunks[0])
+    evaluator = Evaluator(values)
+    pins = list(_within_limit(exploration))
+    pins += [v == evaluator.number(v) for v in _variables(_START)]
     found = question.ask(*pins)
     if found.answer is not smt.Answer.SAT:
         return None
@@ -411,20 +651,22 @@ def _greatest(
 
 def _around_boundaries(request: Request) -> Iterator[Request]:
     """Requests that end at, one below and one above the next block and hash boundaries."""
+    if request.origin.loads_asynchronously and len(request.chunks) == 1:
+        return  # nothing is computed, so it ends where the load does
+    *_, last = request.situations()
     geometry, end = request.geometry, request.chunks[-1]
-    start = request.chunks[-2] if len(request.chunks) > 1 else 0
     for unit in (geometry.block_size, geometry.hash_block_size):
         boundary = -(-end // unit) * unit
         for near in (boundary - 1, boundary, boundary + 1):
-            if near > start:
-                length = near if request.is_sparse else 0
+            if near > last.call.total_computed_tokens:
+                length = near if request.is_sparse else request.prefill_length
                 yield replace(request, chunks=(*request.chunks[:-1], near), prefill_length=length)
 
 
 def _around_prefill_end(request: Request) -> Iterator[Request]:
     """Under sparse retention: the chunk ends the prefill, or stops one token short of it."""
     *_, last = request.situations()
-    if reserves_checkpoint(last):
+    if reserves_checkpoint(last) and family_of(last) != "drafts":
         for missing in (0, 1):
             length = request.chunks[-1] + missing
             yield replace(request, is_sparse=True, prefill_length=length)
@@ -435,16 +677,14 @@ def _request(exploration: Exploration, values: Mapping[str, Any]) -> Request:
 
 
 def _variables(names: Iterable[str]) -> list[term.IntLike]:
-    return [term.int_var(*_declared(name)) for name in names if _is_declared(name)]
-
-
-def _is_declared(name: str) -> bool:
-    return any(atom.kind == "var" and atom.args[0] == name for atom in term.ATOMS)
-
-
-def _declared(name: str) -> tuple[str, int | None, int | None]:
-    atom = next(atom for atom in term.ATOMS if atom.kind == "var" and atom.args[0] == name)
-    return name, atom.low, atom.high
+    declared = {atom.args[0]: atom for atom in term.ATOMS if atom.kind == "var"}
+    found: list[term.IntLike] = []
+    for name in names:
+        if name in declared:
+            found.append(term.int_var(name, declared[name].low, declared[name].high))
+        elif name.startswith("hit_is_"):
+            found.append(term.int_of(term.bool_var(name)))
+    return found
 
 
 def cases(known: Iterable[Case]) -> dict[Request, str]:

@@ -18,7 +18,7 @@ from models.loader import MANAGERS, Core, CoreError, PlaceholderUsed
 from models.path import Path, following
 from models.rewrite import rewrite
 from models.runtime import BUILTINS, call_helper
-from models.step import StepRun, forgets_parked, table_before, tail_is_held
+from models.step import StepRun, forgets_parked, partial_tail, table_before, tail_is_held
 from models.term import BoolLike, IntLike, Unsupported
 from models.traits import Traits, traits_of
 from spec.assumptions import (
@@ -29,6 +29,7 @@ from spec.assumptions import (
     OF_THE_GATE,
     SPECULATIVE_BLOCKS,
     TABLE_HOLDS_COMPUTED_STATE,
+    TAIL_ENDS_INSIDE_BLOCK,
     Assumption,
 )
 from spec.families import FAMILIES
@@ -136,6 +137,7 @@ def symbolic_situation(
     *,
     traits: Traits,
     variant: Variant,
+    asks_gate: bool = False,
     checkpoint_blocks: IntLike | None = None,
 ) -> Situation:
     """Return the situation of all steps of a family: variables, and 0 where it is always 0."""
@@ -144,7 +146,8 @@ def symbolic_situation(
     situation = make(family, tags, geometry)
     keeps_checkpoints = geometry.num_prefill_checkpoint_blocks != 0
     left_over = term.bool_var("has_checkpoint_before") if keeps_checkpoints is not False else False
-    return replace(situation, has_left_over_checkpoint=left_over)
+    request_tokens = term.int_var("num_request_tokens", 1) if asks_gate else 0
+    return replace(situation, has_left_over_checkpoint=left_over, num_request_tokens=request_tokens)
 
 
 def _geometry(traits: Traits, variant: Variant, checkpoint_blocks: IntLike | None) -> Geometry:
@@ -196,7 +199,6 @@ def _admission(family: str, tags: tuple[str, ...], geometry: Geometry) -> Situat
         call=_call(local + external, local, parks=family == "external-async"),
         table_length=0,
         prefill_length=term.int_var("prefill_length", 1),
-        num_request_tokens=term.int_var("num_request_tokens", 1),
         num_hit_blocks=hits,
         hit_is_evictable=term.bool_var("hit_is_evictable") if has_hits else False,
         hit_is_of_this_step=term.bool_var("hit_is_of_this_step") if has_hits else False,
@@ -257,7 +259,12 @@ def explore(
     """
     traits = traits_of(core)
     situation = symbolic_situation(
-        family, tags, traits=traits, variant=variant, checkpoint_blocks=checkpoint_blocks
+        family,
+        tags,
+        traits=traits,
+        variant=variant,
+        asks_gate=asks_gate,
+        checkpoint_blocks=checkpoint_blocks,
     )
     extra = (*traits.assumptions(), *(OF_THE_GATE if asks_gate else ()))
     assumptions = _assumptions(situation, family, tags, extra)
@@ -328,6 +335,8 @@ def _assumptions(
     if not isinstance(situation.table_length, int):
         held = tail_is_held(table_before(situation), situation.geometry.num_speculative_blocks)
         found[TABLE_HOLDS_COMPUTED_STATE.slug] &= held
+    if situation.owns_partial_tail is True:
+        found[TAIL_ENDS_INSIDE_BLOCK.slug] &= term.negation(partial_tail(situation)[1].is_null)
     if isinstance(situation.geometry.num_prefill_checkpoint_blocks, int):
         del found[AT_MOST_ONE_CHECKPOINT_BLOCK.slug]
     return {slug: formula for slug, formula in found.items() if formula is not True}

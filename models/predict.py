@@ -11,7 +11,7 @@ from models import intended
 from models.evaluate import Evaluator
 from models.lift import Exploration, Variant, explore, lifted_core, summary_of, variants_of
 from models.prove import in_numbers
-from models.traits import traits_of
+from models.traits import Traits, traits_of
 from spec.families import family_of, is_overwide, reserves_checkpoint
 from spec.logic import cdiv
 from spec.theorems import OBLIGATIONS, THEOREMS, Need, Pool
@@ -80,7 +80,8 @@ class LiftedTree:
         )
         if not is_asked or variant not in variants_of(self.traits, family):
             return None
-        exploration = self.exploration(family, tags, variant)
+        asks_gate = situation.num_request_tokens > 0
+        exploration = self.exploration(family, tags, variant, asks_gate=asks_gate)
         values = {**values_of(situation), "has_checkpoint_before": checkpoint_before}
         path = summary_of(exploration, values)
         return None if path is None else in_numbers(path.step, Evaluator(values))
@@ -130,16 +131,18 @@ def values_of(situation: Situation) -> Mapping[str, Any]:
     }
 
 
-def violated(situation: Situation, step: Step) -> tuple[str, ...]:
+def violated(situation: Situation, step: Step, traits: Traits) -> tuple[str, ...]:
     """Return the theorems that a step made of numbers breaks, on the least pool that passes."""
+    family, tags = obligation_of(situation)
     pool = Pool(max(step.estimate, 0), 0, 0)
     need = Need(intended.need(situation))
     return tuple(
         slug
         for slug, theorem in THEOREMS.items()
         if (step.raised is None or theorem.survives_exception)
-        and not theorem.asks_gate
-        and theorem.why_not(family_of(situation)) is None
+        and (situation.num_request_tokens > 0 or not theorem.asks_gate)
+        and theorem.why_not(family) is None
+        and traits.why_not(family, tags, slug) is None
         and not theorem.holds(situation, step, pool, need)
     )
 

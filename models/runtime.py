@@ -178,7 +178,9 @@ def _each(is_list: bool, over: Any, element: Callable[[Any], Any], *tests: Any) 
 
 
 def _sum(over: Any, start: Any = 0) -> Any:
-    return over.total(start) if isinstance(over, _Each) else _Each(over, lambda x: x, ()).total(start)
+    return (
+        over.total(start) if isinstance(over, _Each) else _Each(over, lambda x: x, ()).total(start)
+    )
 
 
 def _reversed(over: Any) -> Any:

@@ -127,14 +127,15 @@ class Question:
         for target in order:
             low, _ = term.bounds(target)
             assert low is not None, f"{term.show(target)} has no lower bound"
-            high = Evaluator(values).number(target)
-            while low < high:
-                middle = (low + high) // 2
-                result = self.ask(*pins, target <= middle)
+            high, step = Evaluator(values).number(target), 0
+            while low < high:  # the least value is near its bound, more often than not
+                tried = min(low + step, high - 1)
+                result = self.ask(*pins, target <= tried)
                 if result.answer is Answer.SAT:
                     values, high = result.values, Evaluator(result.values).number(target)
+                    step = (high - low) // 2
                 else:
-                    low = middle + 1
+                    low, step = tried + 1, 2 * step + 1
             pins.append(target == high)
         return values
 

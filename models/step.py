@@ -77,6 +77,12 @@ def table_before(situation: Situation) -> Table:
     )
 
 
+def partial_tail(situation: Situation) -> tuple[IntLike, Block]:
+    """Return the column that the computed tokens end in, and the block that is there before."""
+    column = cdiv(situation.call.total_computed_tokens, situation.geometry.block_size) - 1
+    return column, table_before(situation).column(column)
+
+
 class StepRun:
     """A manager built by its own ``__init__`` on symbolic sizes, and one step of it.
 
@@ -129,9 +135,9 @@ class StepRun:
         elif not isinstance(situation.table_length, int):
             self._admit(parked=situation.parked is True)
             self.manager.req_to_blocks[REQUEST] = table_before(situation)
-            if may_be_forgotten and geometry.num_speculative_blocks == 0:
-                if term.bool_var("was_parked_before"):
-                    self.manager._allocated_block_reqs.discard(REQUEST)
+            without_drafts = may_be_forgotten and geometry.num_speculative_blocks == 0
+            if without_drafts and term.bool_var("was_parked_before"):
+                self.manager._allocated_block_reqs.discard(REQUEST)
         self._let_checkpoint_be_any()
         if situation.owns_partial_tail is True:
             self._own_partial_tail()
@@ -275,8 +281,7 @@ class StepRun:
     def _own_partial_tail(self) -> None:
         """What `_cache_partial_tail_block` records of the block that the computed tokens end in."""
         computed = self.situation.call.total_computed_tokens
-        column = cdiv(computed, self.situation.geometry.block_size) - 1
-        found = table_before(self.situation).column(column)
+        column, found = partial_tail(self.situation)
         tail = Block(found.block_id, False, term.int_var("tail_ref_cnt", 1), BlockHash())
         parts = vars(self.manager)
         parts["_partial_hit_reqs"] = Pending(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from spec.families import is_overwide
 from spec.logic import cdiv, choose, implies, negation
 from spec.vocabulary import BoolLike, IntLike, Situation
 
@@ -94,17 +95,14 @@ COMPUTED_TOKENS_ARE_LOCAL_OR_EXTERNAL = Assumption(
     lambda s: (
         (s.num_external_tokens >= 0)
         & (s.call.num_local_computed_tokens >= 0)
-        & (
-            s.call.total_computed_tokens
-            == s.call.num_local_computed_tokens + s.num_external_tokens
-        )
+        & (s.call.total_computed_tokens == s.call.num_local_computed_tokens + s.num_external_tokens)
     ),
 )
 HIT_ENDS_WITH_LOCAL_TOKENS = Assumption(
     "hit-ends-with-local-tokens",
-    "A hit is null blocks and then the block that its local tokens end in; with external tokens it "
-    "may be shorter than the local tokens, since another group found those. Only an admission has "
-    "one.",
+    "A hit is null blocks and then the block that its local tokens end in; with external tokens "
+    "it may be shorter than the local tokens, since another group found those. Only an admission "
+    "has one.",
     "v1/core/single_type_kv_cache_manager.py, MambaManager.find_longest_cache_hit; "
     "v1/core/kv_cache_manager.py, KVCacheManager.get_computed_blocks_for_connector reports the "
     "full-attention hit; KVCacheCoordinator.allocate_new_computed_blocks asserts that a running "
@@ -135,9 +133,9 @@ PROMPT_HAS_TOKENS = Assumption(
 )
 TABLE_HOLDS_COMPUTED_STATE = Assumption(
     "table-holds-computed-state",
-    "A running or parked request has computed tokens, its table covers them and ends with the block "
-    "of its running state and its speculative blocks, none of them null, and the speculative ones "
-    "are its own and unhashed.",
+    "A running or parked request has computed tokens, its table covers them and ends with the "
+    "block of its running state and its speculative blocks, none of them null, and the speculative "
+    "ones are its own and unhashed.",
     "the state invariant, shown inductive by the theorem state-invariant; "
     "v1/core/sched/scheduler.py, Scheduler._update_after_schedule advances num_computed_tokens by "
     "what was scheduled, and rejected drafts take some back: a table may be longer, not shorter",
@@ -155,12 +153,20 @@ TABLE_HOLDS_COMPUTED_STATE = Assumption(
 TAIL_ENDS_INSIDE_BLOCK = Assumption(
     "tail-ends-inside-block",
     "A partial tail of the request's own ends inside a block.",
-    "v1/core/single_type_kv_cache_manager.py, MambaManager._cache_partial_tail_block records a tail "
-    "only where num_tokens % block_size is not 0",
+    "v1/core/single_type_kv_cache_manager.py, MambaManager._cache_partial_tail_block records a "
+    "tail only where num_tokens % block_size is not 0 and its block is not null",
     lambda s: implies(
         s.owns_partial_tail,
         negation(s.call.total_computed_tokens % s.geometry.block_size == 0),
     ),
+)
+PARKED_TAIL_ENDS_TABLE = Assumption(
+    "parked-tail-ends-table",
+    "A partial tail that a connector loaded is the last state of its table.",
+    "v1/core/single_type_kv_cache_manager.py, "
+    "SingleTypeKVCacheManager.allocate_external_computed_blocks leaves null blocks before it, of "
+    "which MambaManager._cache_partial_tail_block records none",
+    lambda s: implies(s.parked & s.owns_partial_tail, negation(is_overwide(s))),
 )
 LEFT_OVER_NEEDS_CHECKPOINT_BLOCKS = Assumption(
     "left-over-needs-checkpoint-blocks",
@@ -172,7 +178,7 @@ LEFT_OVER_NEEDS_CHECKPOINT_BLOCKS = Assumption(
 
 REQUEST_HOLDS_ALL_TOKENS = Assumption(
     "request-holds-all-tokens",
-    "A waiting request has as many tokens as it prefills, or one more, and a step goes no further.",
+    "A waiting request has as many tokens as it prefills, or one more; a step goes no further.",
     "v1/core/kv_cache_manager.py, KVCacheManager.allocate_slots: prefill_end is the greater of "
     "num_prompt_tokens and num_tokens - 1; v1/core/sched/scheduler.py, Scheduler.schedule: "
     "num_new_tokens is at most request.num_tokens - num_computed_tokens",
@@ -243,13 +249,15 @@ EAGLE_DROP_LEAVES_TOKENS = Assumption(
     "One token of the chunk lies behind its checkpoint, at least; none with the EAGLE drop, which "
     "leaves some itself.",
     "0.32.0 v1/kv_cache_interface.py, get_mamba_prefill_checkpoint_position: proof_limit",
-    lambda s: s.geometry.num_tokens_behind_checkpoint
-    == choose(s.geometry.drop_eagle_checkpoint_block, 0, 1),
+    lambda s: (
+        s.geometry.num_tokens_behind_checkpoint
+        == choose(s.geometry.drop_eagle_checkpoint_block, 0, 1)
+    ),
 )
 LOOKAHEAD_HASH_LEAVES_TOKENS = Assumption(
     "lookahead-hash-leaves-tokens",
-    "One token of the chunk, or as many as a hash looks ahead, lie behind its checkpoint, at least; "
-    "none with the EAGLE drop.",
+    "One token of the chunk, or as many as a hash looks ahead, lie behind its checkpoint, at "
+    "least; none with the EAGLE drop.",
     "from 0.33.0 v1/kv_cache_interface.py, get_mamba_prefill_checkpoint_position: proof_limit; "
     "config/vllm.py, VllmConfig.num_hash_lookahead_tokens is at most num_speculative_tokens",
     lambda s: choose(
@@ -273,6 +281,7 @@ ASSUMPTIONS: tuple[Assumption, ...] = (
     PROMPT_HAS_TOKENS,
     TABLE_HOLDS_COMPUTED_STATE,
     TAIL_ENDS_INSIDE_BLOCK,
+    PARKED_TAIL_ENDS_TABLE,
     LEFT_OVER_NEEDS_CHECKPOINT_BLOCKS,
 )
 #: In force besides, for some releases: `models.traits` says for which.

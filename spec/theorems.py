@@ -39,8 +39,6 @@ OBLIGATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("promoted", ("checkpoint", "overwide")),
     ("promoted", ("own-tail",)),
     ("promoted", ("checkpoint", "own-tail")),
-    ("promoted", ("overwide", "own-tail")),
-    ("promoted", ("checkpoint", "overwide", "own-tail")),
     ("running", ()),
     ("running", ("overwide",)),
     ("checkpoint", ()),
@@ -214,8 +212,8 @@ THEOREMS: dict[str, Theorem] = {
         ),
         Theorem(
             "bounded-demand",
-            "The estimate is bounded by 1 + S + [K > 0] + [partial hit] + [external tokens] + evictable "
-            "hits, whatever the token count.",
+            "The estimate is bounded by 1 + S + [K > 0] + [partial hit] + [external tokens] + "
+            "evictable hits, whatever the token count.",
             "Unsat iff no estimate exceeds the bound; a model is a step that asks for more.",
             lambda s, step, pool, need: step.estimate <= _bound(s, step),
             _estimates,
@@ -285,7 +283,7 @@ THEOREMS: dict[str, Theorem] = {
             _draws,
             "v1/core/sched/scheduler.py: the worker appends what allocate_slots returns",
             families=("first", *_KNOWN_TO_WORKER),
-            not_elsewhere="a request that was waiting is handed to the worker with its whole table: "
+            not_elsewhere="the worker is handed the whole table of a request that was waiting: "
             "v1/core/sched/scheduler.py, Scheduler.schedule: req_to_new_blocks",
         ),
         Theorem(
@@ -300,8 +298,8 @@ THEOREMS: dict[str, Theorem] = {
         ),
         Theorem(
             "retirement-recorded",
-            "A step that adds columns, or copies a partial tail, records the column of the state it "
-            "started from as the next to free, and no other step changes the record.",
+            "A step that adds columns, or copies a partial tail, records the column of the state "
+            "that it started from as the next to free, and no other step changes the record.",
             "Unsat iff the record after every step is that column, or the one before; a model is a "
             "step after which another block would be freed, or none.",
             lambda s, step, pool, need: _retirement_is_recorded(s, step),
