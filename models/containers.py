@@ -55,6 +55,10 @@ class Block(_Modelled):
     """
 
     __slots__ = ("_hash", "_refs", "block_id", "writable")
+    block_id: IntLike
+    writable: BoolLike
+    _refs: IntLike | None
+    _hash: Any
 
     def __init__(
         self,
