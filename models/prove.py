@@ -317,7 +317,7 @@ class Prover:
     def _least(self, values: Mapping[str, Any], violation: BoolLike) -> Mapping[str, Any]:
         question = smt.Question()
         question.add(*self.exploration.assumptions.values(), violation)
-        return question.minimize(values, _variables_in_order())
+        return question.minimize(values, variables_in_order())
 
     def _counterexample(self, values: Mapping[str, Any]) -> Counterexample:
         path = summary_of(self.exploration, values)
@@ -334,7 +334,8 @@ class Prover:
         return tuple(dict.fromkeys((*self.exploration.built_in, *slugs)))
 
 
-def _variables_in_order() -> list[term.IntLike]:
+def variables_in_order() -> list[term.IntLike]:
+    """Return the variables in the order in which a counterexample's values are made least."""
     declared = {a.args[0]: a for a in term.ATOMS if a.kind == "var"}
     order: list[term.IntLike] = []
     for name in _LEAST_FIRST:
