@@ -33,16 +33,16 @@ def trees() -> Mapping[str, Path]:
 
 
 @pytest.fixture
-def copy_tree(trees: Mapping[str, Path], tmp_path: Path) -> CopyTree:
+def copy_tree(tmp_path: Path) -> CopyTree:
     """Copies the KV-cache core of a release; edits replace text in its `MambaManager`, once."""
 
     def copy(release: str, *edits: tuple[str, str], name: str = "tree") -> Path:
-        root = tmp_path / name
+        root, release_root = tmp_path / name, resolve(f"vllm=={release}").root
         for module in CORE_MODULES:
             file = Path(module.replace(".", "/") + ".py")
-            if (trees[release] / file).is_file():
+            if (release_root / file).is_file():
                 (root / file).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(trees[release] / file, root / file)
+                shutil.copyfile(release_root / file, root / file)
         for old, new in edits:
             text = (root / CORE_FILE).read_text()
             before, head, manager = text.partition("class MambaManager")

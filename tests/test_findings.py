@@ -1,0 +1,189 @@
+"""What docs/findings.md says of the newest release.
+
+Shown by vLLM's own `allocate_slots`, mended in a patched copy, and the mend proved.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from conftest import CopyTree
+
+from conformance.replay import PROJECT_ROOT, tier_environment
+from conformance.targets import resolve
+from models.predict import LiftedTree
+from models.prove import Verdict, prove
+
+#: The newest release that is described.
+NEWEST = "0.33.0"
+#: The state that a connector loads takes a block of its own unless the hit's block is that block.
+COUNT_THE_LOADED_BLOCK = (
+    (
+        "            num_tokens = num_tokens_main_model\n",
+        """            num_tokens = num_tokens_main_model
+            num_adopted = cdiv(total_computed_tokens, self.block_size)
+            is_loaded = (
+                total_computed_tokens > num_local_computed_tokens
+                and len(new_computed_blocks) < num_adopted
+            )
+            if is_loaded:
+                new_computed_blocks = [self._null_block] * num_adopted
+""",
+    ),
+    (
+        """            has_partial_hit = (
+                self._has_partial_local_hit(
+                    new_computed_blocks, num_local_computed_tokens
+                )
+""",
+        """            has_partial_hit = (
+                not is_loaded
+                and self._has_partial_local_hit(
+                    new_computed_blocks, num_local_computed_tokens
+                )
+""",
+    ),
+    (
+        "            return num_new_blocks + num_evictable_computed_blocks\n",
+        """            return (
+                num_new_blocks + int(is_loaded) + num_evictable_computed_blocks
+            )
+""",
+    ),
+)
+#: A table that is longer than required needs nothing; it gives nothing back either.
+NEVER_LESS_THAN_NOTHING = (
+    "            num_evictable_computed_blocks = self._get_num_evictable_blocks(\n",
+    """            num_new_blocks = max(num_new_blocks, 0)
+            num_evictable_computed_blocks = self._get_num_evictable_blocks(
+""",
+)
+SAFE = ("no-undercount", "exact-estimate", "allocation-succeeds", "estimate-nonnegative")
+
+#: One full-attention and one align group; a prompt whose first tokens a connector brings.
+ALLOCATE_SLOTS = """
+import inspect, sys, torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec,
+)
+from vllm.v1.request import Request
+
+block_size, external, new, *pools = map(int, sys.argv[1:])
+attention = FullAttentionSpec(
+    block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
+)
+mamba = MambaSpec(
+    block_size=block_size, shapes=((1, 1),), dtypes=(torch.float32,), mamba_cache_mode="align"
+)
+groups = [KVCacheGroupSpec(["attention"], attention), KVCacheGroupSpec(["mamba"], mamba)]
+
+def call(function, **values):
+    known = inspect.signature(function).parameters
+    return function(**{name: value for name, value in values.items() if name in known})
+
+def answer(num_blocks):
+    manager = call(
+        KVCacheManager,
+        kv_cache_config=KVCacheConfig(
+            num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups
+        ),
+        max_model_len=2**20,
+        enable_caching=True,
+        hash_block_size=block_size,
+        scheduler_block_size=block_size,
+        max_num_batched_tokens=2**20,
+        max_in_flight_tokens=2**20,
+    )
+    request = call(
+        Request,
+        request_id="request",
+        prompt_token_ids=[0] * (external + new),
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        arrival_time=0.0,
+        eos_token_id=0,
+    )
+    try:
+        blocks = manager.allocate_slots(
+            request, new, num_external_computed_tokens=external, full_sequence_must_fit=True
+        )
+        return "refused" if blocks is None else "admitted"
+    except ValueError as error:
+        return str(error)
+
+for num_blocks in pools:
+    print(answer(num_blocks))
+"""
+
+
+def allocate_slots(block_size: int, external: int, new: int, *pools: int) -> list[str]:
+    """Ask the newest release's `KVCacheManager` for a request's first slots, on several pools.
+
+    Args:
+        block_size: Tokens per block, of both groups.
+        external: Tokens that a connector brings.
+        new: Tokens to compute behind them.
+        pools: Blocks in each pool, null block included.
+    """
+    root = resolve(f"vllm=={NEWEST}").root
+    sizes = map(str, (block_size, external, new, *pools))
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(ALLOCATE_SLOTS), *sizes],
+        capture_output=True,
+        text=True,
+        cwd=PROJECT_ROOT,
+        env=tier_environment(root),
+        timeout=300,
+        check=True,
+    )
+    return process.stdout.strip().splitlines()[-len(pools) :]
+
+
+def verdicts(root: Path, *families: str) -> dict[str, set[str]]:
+    """Verdicts of the theorems that keep the pool from running dry, by kind of step."""
+    found: dict[str, set[str]] = {}
+    for o in prove(LiftedTree(root), families=families, theorems=SAFE):
+        found.setdefault("+".join((o.family, *o.tags)), set()).add(o.verdict.value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("block_size", "num_blocks", "external", "new"),
+    [(16, 9, 40, 60), (896, 30, 23_040, 2_048)],
+    ids=["small", "production"],
+)
+def test_the_newest_release_runs_dry_where_a_connector_brings_the_first_tokens(
+    block_size: int, num_blocks: int, external: int, new: int
+) -> None:
+    """Gate and check pass, and the allocation that follows finds no block left."""
+    pytest.importorskip("torch")
+
+    pools = num_blocks - 1, num_blocks, num_blocks + 1
+    answers = allocate_slots(block_size, external, new, *pools)
+
+    assert answers == ["refused", "Cannot get 1 free blocks from the pool", "admitted"]
+
+
+def test_counting_the_block_that_a_connector_fills_mends_it(copy_tree: CopyTree) -> None:
+    """With the loaded state's block in the estimate, it is exact for all sizes."""
+    root = copy_tree(NEWEST, *COUNT_THE_LOADED_BLOCK)
+
+    found = verdicts(root, "external-sync", "external-async")
+
+    assert set(found) == {"external-sync", "external-sync+checkpoint", "external-async"}
+    assert set().union(*found.values()) == {Verdict.PROVED.value}
+
+
+def test_an_estimate_that_never_falls_below_nothing_is_exact(copy_tree: CopyTree) -> None:
+    """A table that rejected drafts left too long is asked nothing for, and takes nothing."""
+    root = copy_tree(NEWEST, NEVER_LESS_THAN_NOTHING)
+
+    found = verdicts(root, "drafts")
+
+    assert set().union(*found.values()) == {Verdict.PROVED.value}
