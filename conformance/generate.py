@@ -21,7 +21,14 @@ from models import intended, smt, term
 from models.evaluate import Evaluator
 from models.lift import Exploration, PathSummary, Variant
 from models.predict import LiftedTree, after, obligation_of, violated
-from models.prove import MANAGER, Counterexample, Obligation, Prover, in_numbers
+from models.prove import (
+    MANAGER,
+    Counterexample,
+    Obligation,
+    Prover,
+    explorations_for,
+    in_numbers,
+)
 from models.traits import Traits
 from spec.families import (
     checkpoint_column,
@@ -417,8 +424,8 @@ def _least_reachable(obligation: Obligation, tree: LiftedTree) -> Situation | No
 
 
 def _explorations_of(obligation: Obligation, tree: LiftedTree) -> list[Exploration]:
-    asks_gate = THEOREMS[obligation.theorem].asks_gate
-    return tree.explorations_of(obligation.family, obligation.tags, asks_gate=asks_gate)
+    theorem = THEOREMS[obligation.theorem]
+    return [*explorations_for(tree, obligation.family, obligation.tags, theorem)]
 
 
 def refutation_at_production_sizes(

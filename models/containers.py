@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 from models import term
@@ -130,6 +131,40 @@ class Block(_Modelled):
 NULL_BLOCK = Block(NULL_BLOCK_ID, False, 0)
 
 
+class Sweep:
+    """Columns of a table that a loop may store into, whichever it does.
+
+    Args:
+        name: Of the variables that say which.
+        low: First column.
+        high: Last column.
+    """
+
+    current: Sweep | None = None
+
+    def __init__(self, name: str, low: IntLike, high: IntLike) -> None:
+        self._name, self._low, self._high = name, low, high
+        self.column: IntLike = term.int_var(name)
+
+    def holds(self, column: IntLike) -> BoolLike:
+        """Whether a column lies in the range."""
+        return term.conjunction((column >= self._low, column <= self._high))
+
+    def stores_into(self, column: IntLike) -> BoolLike:
+        """Whether a column is one that is stored into."""
+        is_one = term.cell(f"{self._name}_into", column) == 1
+        return term.conjunction((self.holds(column), is_one))
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """While the loop's body runs, a store into its column is one into any of the range."""
+        Sweep.current = self
+        try:
+            yield
+        finally:
+            Sweep.current = None
+
+
 class Table(_Modelled):
     """A list of blocks of symbolic length.
 
@@ -179,8 +214,13 @@ class Table(_Modelled):
     def __setitem__(self, index: Any, block: Block) -> None:
         if isinstance(index, slice):
             raise Unsupported("assignment to a slice of a symbolic table")
-        column, before = self._inside(index), self._at
-        self._at = lambda i: block.choose(i == column, before(i))
+        column, before, sweep = self._inside(index), self._at, Sweep.current
+        if sweep is not None:
+            if index is not sweep.column:
+                raise Unsupported("a loop over a symbolic range stores into another column")
+            self._at = lambda i: block.choose(sweep.stores_into(i), before(i))
+        else:
+            self._at = lambda i: block.choose(i == column, before(i))
         self.runs = None
 
     def __len__(self) -> int:
@@ -309,6 +349,7 @@ class Pool(_Modelled):
         self.num_gpu_blocks = term.int_var("num_gpu_blocks", 1)
         self.drawn: IntLike = 0
         self.touched: IntLike = 0
+        self.has_taken_back = False
 
     def get_new_blocks(self, num_blocks: IntLike) -> Table:
         """Hand out blocks nobody else holds.
@@ -332,6 +373,7 @@ class Pool(_Modelled):
 
     def free_blocks(self, blocks: Any) -> None:
         """Take blocks back: no later step of this request finds them in its table."""
+        self.has_taken_back = True
 
     def move_block_hashes(self, source: Block, target: Block) -> None:
         """`BlockPool.move_block_hashes`: the target is cached in place of the source."""

@@ -240,6 +240,7 @@ def explore(
     variant: Variant = Variant(),
     *,
     asks_gate: bool = False,
+    asks_removal: bool = False,
     checkpoint_blocks: IntLike | None = None,
 ) -> Exploration:
     """Run a family's step along every feasible path.
@@ -250,6 +251,7 @@ def explore(
         tags: Which of its steps.
         variant: In which setting.
         asks_gate: Whether the full-sequence gate is asked before the step.
+        asks_removal: Whether skipped blocks are removed instead.
         checkpoint_blocks: K, where it is not to be any.
 
     Raises:
@@ -292,7 +294,8 @@ def explore(
         make = partial(
             StepRun, core, traits, situation, asks_gate=asks_gate, may_be_forgotten=may_be_forgotten
         )
-        summary = _run(core, make, tuple(assumptions.values()), result.values)
+        run = StepRun.removal if asks_removal else StepRun.step
+        summary = _run(core, make, run, tuple(assumptions.values()), result.values)
         paths.append(summary)
         samples.append(result.values)
         question.add(term.negation(summary.condition))
@@ -356,6 +359,7 @@ def _built_in(situation: Situation, extra: Sequence[Assumption]) -> tuple[str, .
 def _run(
     core: Core,
     make: Callable[[], StepRun],
+    perform: Callable[[StepRun], Step],
     assumptions: tuple[BoolLike, ...],
     sample: Mapping[str, Any],
 ) -> PathSummary:
@@ -369,7 +373,7 @@ def _run(
         raise _not_understood(core, error) from error
     try:
         with following(path):
-            step, raised_at = run.step(), None
+            step, raised_at = perform(run), None
     except (Unsupported, PlaceholderUsed) as error:
         raise _not_understood(core, error) from error
     except Exception as error:

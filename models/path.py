@@ -45,6 +45,7 @@ class Path:
         self._true: set[tuple[Any, ...]] = set()
         self._speculating = False
         self._decisions: Counter[tuple[str, int]] = Counter()
+        self._names: Counter[str] = Counter()
         for assumption in assumptions:
             self._learn(assumption)
 
@@ -103,6 +104,11 @@ class Path:
             yield
         finally:
             self._upper, self._true, self._speculating = saved
+
+    def new_name(self, stem: str) -> str:
+        """Return a name that this path gives to no other variable: the same on every path."""
+        self._names[stem] += 1
+        return f"{stem}_{self._names[stem]}"
 
     @property
     def speculating(self) -> bool:

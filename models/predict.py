@@ -34,29 +34,41 @@ class LiftedTree:
         self._explored: dict[tuple[Any, ...], Exploration] = {}
 
     def exploration(
-        self, family: str, tags: tuple[str, ...], variant: Variant, *, asks_gate: bool = False
+        self,
+        family: str,
+        tags: tuple[str, ...],
+        variant: Variant,
+        *,
+        asks_gate: bool = False,
+        asks_removal: bool = False,
     ) -> Exploration:
         """Return all paths of a family in one setting.
 
         Raises:
             NotUnderstood: The lifter does not understand the code.
         """
-        key = (family, tags, variant, asks_gate)
+        asks = {"asks_gate": asks_gate, "asks_removal": asks_removal}
+        key = (family, tags, variant, *asks.values())
         if key not in self._explored:
-            self._explored[key] = explore(self._core, family, tags, variant, asks_gate=asks_gate)
+            self._explored[key] = explore(self._core, family, tags, variant, **asks)
         return self._explored[key]
 
     def explorations_of(
-        self, family: str, tags: tuple[str, ...], *, asks_gate: bool = False
+        self,
+        family: str,
+        tags: tuple[str, ...],
+        *,
+        asks_gate: bool = False,
+        asks_removal: bool = False,
     ) -> list[Exploration]:
-        """Return all paths of a family, in all settings.
+        """Return all paths of a family, in all settings; a removal is the same in each.
 
         Raises:
             NotUnderstood: The lifter does not understand the code.
         """
         return [
-            self.exploration(family, tags, variant, asks_gate=asks_gate)
-            for variant in variants_of(self.traits, family)
+            self.exploration(family, tags, variant, asks_gate=asks_gate, asks_removal=asks_removal)
+            for variant in ((Variant(),) if asks_removal else variants_of(self.traits, family))
         ]
 
     def explorations(self) -> Iterator[tuple[str, tuple[str, ...], Variant, Exploration]]:
@@ -141,6 +153,7 @@ def violated(situation: Situation, step: Step, traits: Traits) -> tuple[str, ...
         for slug, theorem in THEOREMS.items()
         if (step.raised is None or theorem.survives_exception)
         and (situation.num_request_tokens > 0 or not theorem.asks_gate)
+        and not theorem.asks_removal
         and theorem.why_not(family) is None
         and traits.why_not(family, tags, slug) is None
         and not theorem.holds(situation, step, pool, need)

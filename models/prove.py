@@ -62,7 +62,12 @@ class Explorer(Protocol):
         """What the tree's manager knows."""
 
     def explorations_of(
-        self, family: str, tags: tuple[str, ...], *, asks_gate: bool = False
+        self,
+        family: str,
+        tags: tuple[str, ...],
+        *,
+        asks_gate: bool = False,
+        asks_removal: bool = False,
     ) -> Sequence[Exploration]:
         """Return all paths of a family, in all settings."""
 
@@ -152,9 +157,33 @@ def prove(
             else:
                 verdict = Verdict.NOT_APPLICABLE
                 yield Obligation(family, tags, theorem.slug, verdict, (), 0.0, reason=reason)
-        for asks_gate in (False, True):
-            asked = [theorem for theorem in applicable if theorem.asks_gate is asks_gate]
-            yield from _of_family(tree, family, tags, asked, asks_gate=asks_gate)
+        for of in (_is_of_step, _is_of_removal, _is_of_gate):
+            yield from _of_family(tree, family, tags, [*filter(of, applicable)])
+
+
+def explorations_for(
+    tree: Explorer, family: str, tags: tuple[str, ...], theorem: Theorem
+) -> Sequence[Exploration]:
+    """Return all paths of what a theorem is about.
+
+    Raises:
+        NotUnderstood: The lifter does not understand the code.
+    """
+    return tree.explorations_of(
+        family, tags, asks_gate=theorem.asks_gate, asks_removal=theorem.asks_removal
+    )
+
+
+def _is_of_step(theorem: Theorem) -> bool:
+    return not theorem.asks_gate and not theorem.asks_removal
+
+
+def _is_of_removal(theorem: Theorem) -> bool:
+    return theorem.asks_removal
+
+
+def _is_of_gate(theorem: Theorem) -> bool:
+    return theorem.asks_gate
 
 
 def _of_family(
@@ -162,15 +191,13 @@ def _of_family(
     family: str,
     tags: tuple[str, ...],
     theorems: Sequence[Theorem],
-    *,
-    asks_gate: bool,
 ) -> Iterator[Obligation]:
     if not theorems:
         return
     started = time.perf_counter()
     scope = scope_of(tree.traits)
     try:
-        explorations = tree.explorations_of(family, tags, asks_gate=asks_gate)
+        explorations = explorations_for(tree, family, tags, theorems[0])
     except NotUnderstood as error:
         share = (time.perf_counter() - started) / len(theorems)
         solver_gave_up = isinstance(error, MaybeMissingPaths)

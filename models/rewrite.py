@@ -33,9 +33,10 @@ AND, OR, NOT, CHOOSE, COMPARE, IDENTITY = (
     "__capproof_compare__",
     "__capproof_identity__",
 )
-FILL, EACH, CALL, ITEM, EFFECT, MESSAGE, OURS, REFUSE, DROP = (
+FILL, EACH, SWEEP, CALL, ITEM, EFFECT, MESSAGE, OURS, REFUSE, DROP = (
     "__capproof_fill__",
     "__capproof_each__",
+    "__capproof_sweep__",
     "__capproof_call__",
     "__capproof_item__",
     "__capproof_effect__",
@@ -49,6 +50,15 @@ _IDENTITIES = (ast.Is, ast.IsNot)
 
 
 class _Rewriter(ast.NodeTransformer):
+    """Rewrites the body of one function.
+
+    Args:
+        function: The function as it stands, None for a lambda.
+    """
+
+    def __init__(self, function: ast.FunctionDef | None = None) -> None:
+        self._function = function
+
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
         if _needs_own_scope(node):
             return self.generic_visit(node)
@@ -178,7 +188,10 @@ class _Rewriter(ast.NodeTransformer):
         return _announced(node, node.targets)
 
     def visit_For(self, node: ast.For) -> Any:
+        sweeps = self._function is not None and _is_sweep(node, self._function)
         self.generic_visit(node)
+        if sweeps:
+            node.iter = _helper_call(node.iter, SWEEP, node.iter)
         return _announced(node, [node.target])
 
     def visit_With(self, node: ast.With) -> Any:
@@ -199,7 +212,7 @@ class _Functions(ast.NodeTransformer):
     """Rewrites function bodies only: class and module bodies run once, on ordinary values."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        rewriter = _Rewriter()
+        rewriter = _Rewriter(node)
         body: list[ast.stmt] = []
         for statement in node.body:
             rewritten = rewriter.visit(statement)
@@ -226,6 +239,62 @@ def _needs_own_scope(node: ast.AST) -> bool:
         isinstance(inner, own) or (isinstance(inner, ast.Name) and inner.id in names)
         for inner in ast.walk(node)
     )
+
+
+def _is_sweep(loop: ast.For, function: ast.FunctionDef) -> bool:
+    """Whether a loop does nothing but look at columns, collect blocks and store into its column.
+
+    What it collects may be asked only whether it is empty, and be handed on: how many rounds there
+    are makes no difference then.
+    """
+    target = loop.target
+    if not isinstance(target, ast.Name) or loop.orelse:
+        return False
+    collected: set[str] = set()
+    if not all(_is_part_of_sweep(part, target.id, collected) for part in loop.body):
+        return False
+    inside = {id(inner) for inner in ast.walk(loop)}
+    uses = _uses(function, collected, inside)
+    return all(_only_tests_or_hands_on(use, parent) for use, parent in uses)
+
+
+def _is_part_of_sweep(part: ast.stmt, target: str, collected: set[str]) -> bool:
+    if isinstance(part, ast.If):
+        return all(_is_part_of_sweep(p, target, collected) for p in (*part.body, *part.orelse))
+    if isinstance(part, ast.Assign):
+        place = part.targets[0]
+        return (
+            len(part.targets) == 1
+            and isinstance(place, ast.Subscript)
+            and _is_named(place.slice, target)
+            and isinstance(place.value, ast.Name)
+        )
+    if isinstance(part, ast.Expr) and isinstance(part.value, ast.Call):
+        method = part.value.func
+        if isinstance(method, ast.Attribute) and isinstance(method.value, ast.Name):
+            collected.add(method.value.id)
+            return method.attr == "append"
+    return isinstance(part, ast.Continue | ast.Break)
+
+
+def _uses(
+    function: ast.FunctionDef, names: set[str], inside: set[int]
+) -> list[tuple[ast.Name, ast.AST]]:
+    """Where a function reads names outside a loop, each with what it is a part of."""
+    return [
+        (child, parent)
+        for parent in ast.walk(function)
+        if id(parent) not in inside
+        for child in ast.iter_child_nodes(parent)
+        if isinstance(child, ast.Name) and child.id in names and isinstance(child.ctx, ast.Load)
+    ]
+
+
+def _only_tests_or_hands_on(use: ast.Name, parent: ast.AST) -> bool:
+    is_test = isinstance(parent, ast.If) and parent.test is use
+    if isinstance(parent, ast.Call):
+        return parent.args == [use] and isinstance(parent.func, ast.Attribute)
+    return is_test
 
 
 def _is_named(node: ast.AST | None, name: str) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from models import rewrite, term
-from models.containers import Block, Log, Pending, Pool, Table
+from models.containers import Block, Log, Pending, Pool, Sweep, Table
 from models.loader import PlaceholderUsed
 from models.path import LIFTED, MAX_ROUNDS, NeedsDecision, Path
 from models.term import Bool, Int, IntLike, Unsupported
@@ -273,6 +273,28 @@ class SymbolicRange:
         raise Unsupported(f"a loop of more than {MAX_ROUNDS} rounds over a symbolic range")
 
 
+def _sweep(over: Any) -> Any:
+    """A loop that only stores into its own column, over a range whose length nobody knows.
+
+    Its body runs once, for any column of the range; what it stores there is stored in any columns
+    of the range (`models.containers.Sweep`). Where it stores nothing there it may elsewhere: that
+    is the run for that column.
+    """
+    if not isinstance(over, SymbolicRange) or isinstance(over.count(), int):
+        return over
+    if over.step not in (1, -1):
+        raise Unsupported("a range with steps over the columns of a symbolic table")
+    low = over.start if over.step == 1 else over.stop + 1
+    high = over.stop - 1 if over.step == 1 else over.start
+    return _swept(Sweep(current_path().new_name("swept"), low, high))
+
+
+def _swept(sweep: Sweep) -> Iterator[IntLike]:
+    if sweep.holds(sweep.column):
+        with sweep.under_way():
+            yield sweep.column
+
+
 class _RangeType(type):
     def __call__(cls, *args: Any) -> Any:
         start, stop, step = (0, *args, 1) if len(args) == 1 else (*args, 1)[:3]
@@ -378,6 +400,7 @@ BUILTINS: dict[str, Any] = {
     rewrite.IDENTITY: _same,
     rewrite.FILL: _fill,
     rewrite.EACH: _each,
+    rewrite.SWEEP: _sweep,
     rewrite.CALL: _call,
     rewrite.ITEM: _item,
     rewrite.EFFECT: _effect,

@@ -28,7 +28,7 @@ from models.path import Path, following
 from models.term import BoolLike, IntLike, Unsupported
 from models.traits import Traits
 from spec.assumptions import SPECULATIVE_BLOCKS
-from spec.logic import cdiv
+from spec.logic import cdiv, greatest
 from spec.vocabulary import Call, Geometry, Situation, Step
 
 REQUEST = "request"
@@ -42,6 +42,7 @@ _KNOWN_STATE = frozenset(
         "_checkpoints",
         "_num_checkpoint_blocks",
         "last_state_block_idx",
+        "_num_retired_blocks",
         "_allocated_block_reqs",
         "_partial_hit_reqs",
     }
@@ -190,6 +191,32 @@ class StepRun:
             column_to_retire=self._column_to_retire(),
         )
 
+    def removal(self) -> Step:
+        """`remove_skipped_blocks`, which comes before the estimate of every step.
+
+        It may not ask for what differs between settings, so that one setting stands for all.
+        """
+        _hide(self.manager, _SET_BY_COORDINATOR & vars(self.manager).keys())
+        in_flight = term.int_var("num_in_flight_tokens", 0)
+        processed = greatest(0, self.situation.call.total_computed_tokens - in_flight)
+        self.pool.has_taken_back = False
+        self.manager.remove_skipped_blocks(REQUEST, processed)
+        table = _as_table(self.manager.req_to_blocks[REQUEST])
+        held = tail_is_held(table, self.situation.geometry.num_speculative_blocks)
+        to_retire = self._column_to_retire()
+        return Step(
+            dry_run=0,
+            estimate=0,
+            drawn=self.pool.drawn,
+            table_length=table.length,
+            dry_run_left_state=True,
+            tail_is_held=held,
+            column_to_retire_before=to_retire,
+            column_to_retire=to_retire,
+            removal_kept_state=held & (table.length == self.situation.table_length),
+            removed_blocks=self.pool.has_taken_back,
+        )
+
     def _is_deferred(self) -> bool:
         """Whether the estimate is one more than the pool has, whatever the pool."""
         beyond = self.estimate - self.pool.num_gpu_blocks
@@ -270,6 +297,10 @@ class StepRun:
         for name in parts.keys() - _KNOWN_STATE:
             parts[name] = state_of_earlier_steps(name, parts[name])
         self._let_checkpoint_be_any()
+        if "_num_retired_blocks" in parts:
+            retired = term.int_var("num_retired_blocks_before", 0)
+            name = "_num_retired_blocks"
+            parts[name] = Pending(REQUEST, True, retired, name=name)
         if "last_state_block_idx" in parts:
             parts["last_state_block_idx"] = Pending(
                 REQUEST,
@@ -436,7 +467,7 @@ def _hide(manager: Any, names: frozenset[str]) -> None:
     def hidden(name: str) -> property:
         def read(self: Any) -> Any:
             if term.decide is not None:
-                raise Unsupported(f"{name} may have changed since __init__, and is not modelled")
+                raise Unsupported(f"{name} is not what __init__ left, and is not modelled here")
             return vars(self)[name]
 
         def store(self: Any, value: Any) -> None:

@@ -93,6 +93,8 @@ class Theorem:
         survives_exception: Whether a step that raised still falls under the claim.
         covers_deferred: Whether a step that was deliberately put off falls under the claim.
         asks_gate: Whether it is about the full-sequence gate, which then is asked before the step.
+        asks_removal: Whether it is about the removal of skipped blocks, which then is all that is
+            done.
         families: The families that it is about; empty means all.
         not_elsewhere: Why it is not about the others.
     """
@@ -106,6 +108,7 @@ class Theorem:
     survives_exception: bool = False
     covers_deferred: bool = False
     asks_gate: bool = False
+    asks_removal: bool = False
     families: tuple[str, ...] = ()
     not_elsewhere: str = ""
 
@@ -306,6 +309,20 @@ THEOREMS: dict[str, Theorem] = {
             _draws,
             "v1/core/single_type_kv_cache_manager.py, MambaManager.remove_skipped_blocks frees the "
             "recorded column",
+        ),
+        Theorem(
+            "removal-keeps-state",
+            "Removing skipped blocks before a step leaves its running state and its speculative "
+            "blocks in place.",
+            "Unsat iff the table's length and its last 1 + S blocks are the same after every "
+            "removal; a model is a request whose state is freed before it is read.",
+            lambda s, step, pool, need: step.removal_kept_state,
+            lambda s, step: step.removed_blocks,
+            "v1/core/kv_cache_manager.py, KVCacheManager.allocate_slots removes skipped blocks "
+            "before it estimates",
+            asks_removal=True,
+            families=("promoted", *_KNOWN_TO_WORKER),
+            not_elsewhere="a request without a table has no blocks to remove",
         ),
         Theorem(
             "gate-covers-first-step",

@@ -127,6 +127,11 @@ class Step:
     gate: IntLike = 0
     """What the full-sequence gate was told before the step: the dry run for the request's whole
     length. Of no meaning where nobody asked."""
+    removal_kept_state: BoolLike = True
+    """Whether removing skipped blocks, before anything else, left the table's length and its last
+    1 + S blocks as they were."""
+    removed_blocks: BoolLike = False
+    """Whether that removed any block."""
     raised: str | None = None
     """Name of the exception type that ended the step, None where it went through."""
     deferred: BoolLike = False
