@@ -162,6 +162,7 @@ class RequestUnderTest:
         hit_is_evictable: bool = False,
         num_external_tokens: int = 0,
         loads_asynchronously: bool = False,
+        num_request_tokens: int = 0,
         free_blocks: int | None = None,
         exactly_the_estimate: bool = False,
         watch_dry_run: bool = True,
@@ -174,6 +175,8 @@ class RequestUnderTest:
             hit_is_evictable: Whether nobody references the hit's last block; else another does.
             num_external_tokens: Tokens that a connector brings.
             loads_asynchronously: Whether they arrive later, and the request is parked.
+            num_request_tokens: Tokens that the full-sequence gate is asked about first; 0 asks
+                nothing.
             free_blocks: Free blocks that the allocation finds; None leaves the pool as it is.
             exactly_the_estimate: The allocation finds as many free blocks as the estimate says,
                 the least pool that passes the check.
@@ -198,8 +201,11 @@ class RequestUnderTest:
         manager, pool = self.manager, self.pool
         arguments = {name: getattr(call, name) for name in self._bindings.estimator_call_fields}
         dry_run = estimate = drawn = left_state = None
+        gate = None if num_request_tokens else 0
         retired_before, is_new_columns = self._column_to_retire(), False
         try:
+            if num_request_tokens:
+                gate = self._ask_gate(arguments, hit, num_request_tokens)
             manager.remove_skipped_blocks(REQUEST_ID, call.total_computed_tokens)
             num_columns = len(self._table())
             before = self._watched_state() if watch_dry_run else None
@@ -245,6 +251,7 @@ class RequestUnderTest:
             no_block_is_twice=self._no_block_is_twice(),
             column_to_retire_before=retired_before,
             column_to_retire=self._column_to_retire(),
+            gate=gate,
             raised=None if self.exception is None else type(self.exception).__name__,
         )
 
@@ -304,6 +311,7 @@ class RequestUnderTest:
         hit_is_evictable: bool = False,
         num_external_tokens: int = 0,
         loads_asynchronously: bool = False,
+        num_request_tokens: int = 0,
     ) -> Situation:
         """Return what decides the family of a step that is about to be applied so."""
         return Situation(
@@ -311,6 +319,7 @@ class RequestUnderTest:
             call=call,
             table_length=len(self._table()),
             prefill_length=prefill_length,
+            num_request_tokens=num_request_tokens,
             num_hit_blocks=num_hit_blocks,
             hit_is_evictable=hit_is_evictable,
             num_external_tokens=num_external_tokens,
@@ -452,6 +461,11 @@ class RequestUnderTest:
             apply_admission_cap=is_dry_run,
             **arguments,
         )
+
+    def _ask_gate(self, arguments: dict[str, int], hit: Sequence[Any], num_tokens: int) -> Any:
+        """The dry run for a request of so many tokens, as `full_sequence_must_fit` has it."""
+        whole = dict.fromkeys(("num_tokens", "num_tokens_main_model"), num_tokens)
+        return self._estimate({**arguments, **whole}, hit, is_dry_run=True)
 
     def _allocate(self, call: Call) -> Sequence[Any]:
         names = self._bindings.allocator_call_fields

@@ -30,10 +30,11 @@ from conformance.scenario import (
     Prediction,
     Scenario,
     ScenarioError,
-    ScenarioStep,
     loads,
     to_json,
 )
+from conformance.steps import Applied, applied
+from spec.families import family_of
 from spec.theorems import THEOREMS, Need, Pool
 from spec.vocabulary import Situation, Step
 
@@ -42,9 +43,6 @@ TIERS = ("core", "vllm")
 
 #: Seconds that one process of the vllm tier may take; importing vLLM alone takes 4 to 12.
 PROCESS_TIMEOUT_S = 600
-
-#: Fields of a planned step that say what it adopts.
-ADOPTED = ("num_hit_blocks", "hit_is_evictable", "num_external_tokens", "loads_asynchronously")
 
 #: Fields of a prediction that are compared as they are.
 COMPARED = ("dry_run", "estimate", "drawn", "table_length", "raised")
@@ -109,14 +107,18 @@ def replay(scenario: Scenario, driver: Driver, target: str) -> Replay:
     """
     try:
         request = driver.request(scenario.geometry, scenario.num_gpu_blocks)
-        seen, situation = _apply_steps(scenario, request)
+        exactly = scenario.theorem in NEED_EXACT_POOL
+        steps: list[StepSeen] = []
+        for shown in applied(request, scenario.steps, exactly_the_estimate=exactly):
+            steps.append(_seen(shown, request))
     except DriverError as error:
         return _could_not_run(scenario, target, str(error))
+    seen = tuple(steps)
     failed = _failed_early(scenario, seen)
     if failed is not None:
         outcome = Outcome.DISAGREES if _prediction(scenario, target) else Outcome.NOT_PREDICTED
         return Replay(scenario.name, target, outcome, seen, failed, (failed,))
-    verdicts = _verdicts(scenario, situation, seen[-1].step)
+    verdicts = _verdicts(scenario, shown.situation, seen[-1].step)
     if request.exception is None:
         request.finish()
     return _compare(scenario, target, seen, verdicts)
@@ -158,35 +160,11 @@ def tier_environment(tree_root: Path) -> dict[str, str]:
 # ---- one replay ----------------------------------------------------------------------------------
 
 
-def _apply_steps(
-    scenario: Scenario, request: RequestUnderTest
-) -> tuple[tuple[StepSeen, ...], Situation]:
-    """Apply the steps, stopping at the first that raises."""
-    seen: list[StepSeen] = []
-    for i, planned in enumerate(scenario.steps):
-        _prepare(request, planned)
-        adopted = {name: getattr(planned, name) for name in ADOPTED}
-        situation = request.situation(planned.call, planned.prefill_length, **adopted)
-        is_last = i == len(scenario.steps) - 1
-        step = request.apply(
-            planned.call,
-            **adopted,
-            exactly_the_estimate=is_last and scenario.theorem in NEED_EXACT_POOL,
-            watch_dry_run=is_last,
-        )
-        after = request.observe()
-        seen.append(StepSeen(planned.why, situation.table_length, step, after.free, after.held))
-        if step.raised is not None:
-            break
-    return tuple(seen), situation
-
-
-def _prepare(request: RequestUnderTest, planned: ScenarioStep) -> None:
-    """Bring about what happens to the request between the last step and this one."""
-    if planned.preempted:
-        request.preempt()
-    if planned.owns_partial_tail:
-        request.cache_own_partial_tail(planned.call.total_computed_tokens)
+def _seen(shown: Applied, request: RequestUnderTest) -> StepSeen:
+    after = request.observe()
+    return StepSeen(
+        shown.planned.why, shown.situation.table_length, shown.step, after.free, after.held
+    )
 
 
 def _failed_early(scenario: Scenario, seen: Sequence[StepSeen]) -> str | None:
@@ -218,17 +196,19 @@ def theorem_holds(
         need: Blocks that the intended model says the step needs, None where it is not known.
 
     Returns:
-        None where the theorem says nothing: the step raised, its need is not known, or the release
-        does not record where its checkpoint is.
+        None where the theorem says nothing: it is not about the step's family, the step raised, its
+        need is not known, nobody asked the gate, or the release does not record where its
+        checkpoint is.
     """
     theorem = THEOREMS[slug]
-    if step.raised is not None and not theorem.survives_exception:
-        return None
-    if slug == "matches-intended" and need is None:
-        return None
-    if slug in NEED_CHECKPOINT_POSITION and step.checkpoint_position is None:
-        return None
-    return bool(theorem.claim(situation, step, pool, Need(need)))
+    says_something = (
+        (step.raised is None or theorem.survives_exception)
+        and (need is not None or slug != "matches-intended")
+        and (step.checkpoint_position is not None or slug not in NEED_CHECKPOINT_POSITION)
+        and (situation.num_request_tokens > 0 or not theorem.asks_gate)
+        and (not theorem.families or theorem.why_not(family_of(situation)) is None)
+    )
+    return bool(theorem.holds(situation, step, pool, Need(need))) if says_something else None
 
 
 def _compare(
@@ -265,10 +245,7 @@ def _falls_short(scenario: Scenario, prediction: Prediction) -> bool:
 
 def _differences_on_short_pool(prediction: Prediction, step: Step) -> Iterator[str]:
     """Predictions are made for a pool with enough blocks; on a short one the step must raise."""
-    for name in ("dry_run", "estimate"):
-        predicted, found = getattr(prediction, name), getattr(step, name)
-        if predicted != found:
-            yield f"{name}: predicted {predicted}, saw {found}"
+    yield from _differing(("dry_run", "estimate"), prediction, step)
     if step.raised is None:
         yield f"drawn: predicted {prediction.drawn} of {prediction.estimate}, saw {step.drawn}"
 
@@ -278,13 +255,17 @@ def _differences(
 ) -> Iterator[str]:
     if prediction is None:
         return
-    for name in COMPARED:
-        predicted, found = getattr(prediction, name), getattr(step, name)
-        if predicted != found:
-            yield f"{name}: predicted {predicted}, saw {found}"
+    yield from _differing(COMPARED, prediction, step)
     for slug in prediction.violates:
         if slug not in violated:
             yield f"{slug}: predicted to be violated, was not"
+
+
+def _differing(names: Sequence[str], prediction: Prediction, step: Step) -> Iterator[str]:
+    for name in names if prediction.gate is None else ("gate", *names):
+        predicted, found = getattr(prediction, name), getattr(step, name)
+        if predicted != found:
+            yield f"{name}: predicted {predicted}, saw {found}"
 
 
 def _summary(step: Step) -> str:

@@ -74,12 +74,24 @@ class ScenarioStep:
     owns_partial_tail: bool = False
     """Whether before this step the request's own block that ends at `call.total_computed_tokens`,
     inside a block, is cached."""
+    num_request_tokens: int = 0
+    """Tokens that the request has, which the full-sequence gate is asked about before this step,
+    which admits it; 0 where nobody asks."""
 
 
 #: Fields of a step that a file may leave out, and does where they have their default.
 KIND_DEFAULTS: dict[str, bool | int] = {
     item.name: item.default for item in fields(ScenarioStep) if isinstance(item.default, bool | int)
 }
+
+
+#: Fields that only a step that admits the request can have.
+ADMISSION_ONLY = (
+    "num_hit_blocks",
+    "num_external_tokens",
+    "loads_asynchronously",
+    "num_request_tokens",
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +110,8 @@ class Prediction:
     """Name of the exception type that ends the step, None where it goes through."""
     violates: tuple[str, ...] = ()
     """Slugs of the theorems that the step violates."""
+    gate: int | None = None
+    """Blocks that the full-sequence gate is told, None where nothing is predicted of it."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +155,7 @@ def to_json(scenario: Scenario) -> dict[str, Any]:
         "theorem": scenario.theorem,
         "source": scenario.source,
         "predicted": {
-            target: _record_to_json(prediction)
+            target: _prediction_to_json(prediction)
             for target, prediction in (scenario.predicted or {}).items()
         },
     }
@@ -174,6 +188,13 @@ def dump(scenarios: Scenario | Iterable[Scenario], path: Path) -> None:
 def _record_to_json(record: Any) -> dict[str, Any]:
     values = ((field.name, getattr(record, field.name)) for field in fields(record))
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values}
+
+
+def _prediction_to_json(prediction: Prediction) -> dict[str, Any]:
+    content = _record_to_json(prediction)
+    if prediction.gate is None:
+        del content["gate"]
+    return content
 
 
 def _geometry_to_json(geometry: Geometry) -> dict[str, Any]:
@@ -439,7 +460,7 @@ def _objections(
     if step.preempted and is_first:
         yield "preempted", "the first step finds no blocks to lose"
     if not (is_first or step.preempted):
-        for name in ("num_hit_blocks", "num_external_tokens", "loads_asynchronously"):
+        for name in ADMISSION_ONLY:
             if getattr(step, name):
                 yield name, "only a step that admits the request has it"
     yield from _objections_to_adoption(step, geometry)
@@ -451,6 +472,8 @@ def _objections(
         yield "num_tokens_main_model", "a parked request computes nothing in this step"
     if step.owns_partial_tail:
         yield from _objections_to_tail(step, geometry, is_first)
+    if 0 < step.num_request_tokens < step.call.num_tokens_main_model:
+        yield "num_request_tokens", f"the step ends at {step.call.num_tokens_main_model}"
 
 
 def _objections_to_adoption(step: ScenarioStep, geometry: Geometry) -> Iterator[tuple[str, str]]:
@@ -514,7 +537,7 @@ def _parse_predicted(field: _Field) -> dict[str, Prediction]:
 
 def _parse_prediction(field: _Field) -> Prediction:
     content = field.object(
-        [item.name for item in fields(Prediction)], optional=["raised", "violates"]
+        [item.name for item in fields(Prediction)], optional=["raised", "violates", "gate"]
     )
     raised = content.get("raised", _Field(None))
     return Prediction(
@@ -524,6 +547,7 @@ def _parse_prediction(field: _Field) -> Prediction:
         table_length=_integer_or_none(content["table_length"], least=0),
         raised=raised.or_none(raised.text),
         violates=content["violates"].slugs() if "violates" in content else (),
+        gate=_integer_or_none(content.get("gate", _Field(None)), least=None),
     )
 
 

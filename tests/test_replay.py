@@ -23,6 +23,7 @@ from conformance.scenario import (
     loads,
     to_json,
 )
+from conformance.steps import applied
 from conformance.targets import resolve
 from spec.families import FAMILIES, family_of
 from spec.vocabulary import Call, Geometry
@@ -150,13 +151,13 @@ def test_a_step_of_every_family_is_replayed(
 ) -> None:
     """The last step is of the family that the scenario names, and shows the counts of the code."""
     request = drivers[target].request(scenario.geometry, scenario.num_gpu_blocks)
-    _, situation = replay_module._apply_steps(scenario, request)
+    *_, last = applied(request, scenario.steps)
     result = replay(scenario, drivers[target], target)
 
     estimate, drawn = COUNTS[scenario.family]
     estimate += target == OLD and scenario.family == "hit-partial"
     step = result.steps[-1].step
-    assert family_of(situation) == scenario.family
+    assert family_of(last.situation) == scenario.family
     assert (step.dry_run, step.estimate, step.drawn) == (estimate, estimate, drawn)
     assert ("exact-estimate" in result.violated) is (estimate != drawn)
     assert loads(dumps(scenario), name=scenario.name) == [scenario]
