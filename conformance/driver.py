@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -672,15 +673,23 @@ _WATCHED_ALREADY = "req_to_blocks"
 _NUMBERS_AND_TEXTS = frozenset({bool, int, str})
 
 
+@cache
+def _is_container(kind: type) -> bool:
+    return issubclass(kind, dict | list | set)
+
+
 def _other_attributes(attributes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """A manager's numbers, and what its containers hold; an empty one is as good as none."""
-    numbers = {n: v for n, v in attributes.items() if v.__class__ in _NUMBERS_AND_TEXTS}
-    containers = {
-        name: value
-        for name, value in attributes.items()
-        if isinstance(value, dict | list | set) and value and name != _WATCHED_ALREADY
-    }
-    return numbers, {name: plain for name, v in containers.items() if (plain := _plain(v))}
+    numbers, containers = {}, {}
+    for name, value in attributes.items():
+        kind = value.__class__
+        if kind in _NUMBERS_AND_TEXTS:
+            numbers[name] = value
+        elif _is_container(kind) and value and name != _WATCHED_ALREADY:
+            plain = _plain(value)
+            if plain:
+                containers[name] = plain
+    return numbers, containers
 
 
 def _plain(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Write the generated tests, and check that the committed ones are what would be written.
 
-An output folder holds `scenarios/` (JSON, the source of everything else), one folder per theorem
-with a test file per family, and a `conftest.py`. Files that are not ours are never touched.
+An output folder holds `scenarios/` (JSON, the source of everything else), a test file per family,
+and a `conftest.py`. Files that are not ours are never touched.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from spec.families import FAMILIES
 SCENARIOS = Path("scenarios")
 REFUTATIONS = SCENARIOS / "refutations"
 VERDICTS = SCENARIOS / "verdicts.json"
-CONFTEST = Path("conftest.py")
 
 Verdicts = Mapping[str, Mapping[str, Mapping[str, str]]]
 
@@ -275,10 +274,9 @@ def _expecting(against: str | None) -> render.IsExpected:
     known = {target for target, *_ in expectations()}
 
     def is_expected(target: str, scenario: Scenario, slug: str) -> bool:
-        is_split = scenario.family == "first" and "checkpoint" in scenario.tags
-        family = where(scenario.family, ("checkpoint",) if is_split else ())
         of = target if target in known or against is None else against
-        return expected(of, scenario.manager, family, slug) == "REFUTED"
+        where_listed = render.obligation_of(scenario)
+        return expected(of, scenario.manager, where_listed, slug) == "REFUTED"
 
     return is_expected
 
@@ -295,7 +293,8 @@ def _where(row: Row) -> str:
 
 
 def _generated_in(out: Path) -> list[Path]:
-    candidates = [*out.glob("*/*.py"), *(out / SCENARIOS).rglob("*.json"), out / CONFTEST]
+    python = [*out.glob("*.py"), *out.glob("*/*.py")]
+    candidates = [*python, *(out / SCENARIOS).rglob("*.json")]
     ours = [path for path in candidates if path.is_file() and _is_ours(path, out)]
     return sorted(path.relative_to(out) for path in ours)
 

@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -35,7 +35,7 @@ from conformance.scenario import (
 )
 from conformance.steps import Applied, applied
 from spec.families import family_of
-from spec.theorems import THEOREMS, Need, Pool
+from spec.theorems import THEOREMS, Need, Pool, Theorem
 from spec.vocabulary import Situation, Step
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
@@ -118,10 +118,9 @@ def replay(scenario: Scenario, driver: Driver, target: str) -> Replay:
     if failed is not None:
         outcome = Outcome.DISAGREES if _prediction(scenario, target) else Outcome.NOT_PREDICTED
         return Replay(scenario.name, target, outcome, seen, failed, (failed,))
-    verdicts = _verdicts(scenario, shown.situation, seen[-1].step)
     if request.exception is None:
         request.finish()
-    return _compare(scenario, target, seen, verdicts)
+    return _compare(scenario, target, seen, shown.situation)
 
 
 def replay_in(
@@ -178,9 +177,30 @@ def _least_pool(step: Step) -> Pool:
     return Pool(max(step.estimate or 0, 0), 0, 0)
 
 
-def _verdicts(scenario: Scenario, situation: Situation, step: Step) -> dict[str, bool | None]:
-    need, pool = scenario.steps[-1].expect.need, _least_pool(step)
-    return {slug: theorem_holds(slug, situation, step, pool, need) for slug in THEOREMS}
+def _violated(situation: Situation, step: Step, need: int | None) -> tuple[str, ...]:
+    pool, needed = _least_pool(step), Need(need)
+    return tuple(
+        slug
+        for slug, theorem in THEOREMS.items()
+        if _says_something(theorem, situation, step, need)
+        and not theorem.holds(situation, step, pool, needed)
+        and _is_about(theorem, situation)
+    )
+
+
+def _says_something(theorem: Theorem, situation: Situation, step: Step, need: int | None) -> bool:
+    """Whether all is known of a step that a theorem about its family speaks of."""
+    slug = theorem.slug
+    return (
+        (step.raised is None or theorem.survives_exception)
+        and (need is not None or slug != "matches-intended")
+        and (step.checkpoint_position is not None or slug not in NEED_CHECKPOINT_POSITION)
+        and (situation.num_request_tokens > 0 or not theorem.asks_gate)
+    )
+
+
+def _is_about(theorem: Theorem, situation: Situation) -> bool:
+    return not theorem.families or theorem.why_not(family_of(situation)) is None
 
 
 def theorem_holds(
@@ -201,25 +221,23 @@ def theorem_holds(
         checkpoint is.
     """
     theorem = THEOREMS[slug]
-    says_something = (
-        (step.raised is None or theorem.survives_exception)
-        and (need is not None or slug != "matches-intended")
-        and (step.checkpoint_position is not None or slug not in NEED_CHECKPOINT_POSITION)
-        and (situation.num_request_tokens > 0 or not theorem.asks_gate)
-        and (not theorem.families or theorem.why_not(family_of(situation)) is None)
-    )
-    return bool(theorem.holds(situation, step, pool, Need(need))) if says_something else None
+    if not (_says_something(theorem, situation, step, need) and _is_about(theorem, situation)):
+        return None
+    return bool(theorem.holds(situation, step, pool, Need(need)))
 
 
 def _compare(
     scenario: Scenario,
     target: str,
     seen: tuple[StepSeen, ...],
-    verdicts: Mapping[str, bool | None],
+    situation: Situation,
 ) -> Replay:
     step, prediction = seen[-1].step, _prediction(scenario, target)
-    violated = tuple(slug for slug, holds in verdicts.items() if holds is False)
-    holds = None if scenario.theorem is None else verdicts.get(scenario.theorem)
+    need, slug = scenario.steps[-1].expect.need, scenario.theorem
+    violated = _violated(situation, step, need)
+    holds = None
+    if slug in THEOREMS:
+        holds = theorem_holds(slug, situation, step, _least_pool(step), need)
     if prediction is not None and _falls_short(scenario, prediction):
         differences = tuple(_differences_on_short_pool(prediction, step))
     else:

@@ -1,7 +1,8 @@
 """What rendered tests run with: the real managers of the targets that the command line names.
 
-`driver` is one driver per target. A test, or one of its parameter sets, marked `refuted` for a
-target is a strict xfail there: a fix is noticed, and another failure is not hidden.
+`driver` is one driver per target. A test of a theorem that it, or one of its parameter sets, is
+marked `refuted` of for a target is a strict xfail there: a fix is noticed, and another failure is
+not hidden.
 """
 
 from __future__ import annotations
@@ -43,16 +44,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker `refuted`."""
+    """Register the markers."""
+    config.addinivalue_line("markers", "theorem(slug): the theorem that the test asserts")
     config.addinivalue_line(
         "markers",
         "refuted(theorem, targets, raises=AssertionError): for each target named, with the reason, "
-        "the theorem is refuted: a strict xfail",
+        "the theorem is refuted: its test is a strict xfail",
     )
     config.addinivalue_line(
         "markers",
-        "not_applicable(targets): for each target named, with the reason, the step cannot be asked "
-        "of that release: the test is deselected there, and counted as such",
+        "not_applicable(targets, theorems=None): for each target named, with the reason, the step "
+        "cannot be asked of that release, or the theorems named say nothing of it there: the test "
+        "is deselected there, and counted as such",
     )
     config.stash[_drivers] = {}
 
@@ -85,13 +88,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what the target cannot be asked; expect the failure of what is refuted for it."""
     against = config.getoption("--capproof-against", None)
-    not_applicable = [item for item in items if _cannot_be_asked(item)]
+    applicable: list[pytest.Item] = []
+    not_applicable: list[pytest.Item] = []
+    for item in items:
+        (not_applicable if _cannot_be_asked(item) else applicable).append(item)
     if not_applicable:
         config.hook.pytest_deselected(items=not_applicable)
-        items[:] = [item for item in items if not _cannot_be_asked(item)]
-    for item in items:
+        items[:] = applicable
+    for item in applicable:
         for mark in item.iter_markers("refuted"):
             reasons = _reasons(item, mark)
+            if mark.kwargs["theorem"] != _theorem_of(item):
+                continue
             for name in _judged_as(_target_of(item), against):
                 if name in reasons:
                     item.add_marker(_expected_failure(mark, reasons[name]))
@@ -105,7 +113,20 @@ def driver(request: pytest.FixtureRequest) -> Driver:
 
 def _cannot_be_asked(item: pytest.Item) -> bool:
     target = _target_of(item)
-    return any(target in mark.kwargs["targets"] for mark in item.iter_markers("not_applicable"))
+    return any(
+        target in mark.kwargs["targets"]
+        and ("theorems" not in mark.kwargs or _theorem_of(item) in mark.kwargs["theorems"])
+        for mark in item.iter_markers("not_applicable")
+    )
+
+
+def _theorem_of(item: pytest.Item) -> str:
+    """The theorem that a test with marks about theorems asserts: without it they say nothing."""
+    mark = item.get_closest_marker("theorem")
+    if mark is None or len(mark.args) != 1 or mark.kwargs:
+        raise pytest.UsageError(f"{item.nodeid}: the test needs the mark theorem(slug)")
+    slug: str = mark.args[0]
+    return slug
 
 
 def _expected_failure(mark: pytest.Mark, reason: str) -> pytest.MarkDecorator:
