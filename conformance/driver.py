@@ -94,7 +94,7 @@ class Driver:
 
     def __init__(self, modules: Modules) -> None:
         self.bindings = bind(modules)
-        self.location = str(getattr(modules, "location", None) or getattr(modules, "root", "?"))
+        self.location = str(getattr(modules, "root", None) or getattr(modules, "location", "?"))
         self._specs: dict[Geometry, Any] = {}
         self._pools = _PoolShelf(self.bindings)
 

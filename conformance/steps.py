@@ -110,6 +110,10 @@ def _step(
 # ---- applying them -------------------------------------------------------------------------------
 
 
+class EarlierStepError(Exception):
+    """A step that makes the state for the one under test raised."""
+
+
 @dataclass(frozen=True)
 class Applied:
     """A step that was applied."""
@@ -182,14 +186,14 @@ def last_of(
     Arguments are those of `applied`.
 
     Raises:
-        AssertionError: A step before the last raised.
+        EarlierStepError: A step before the last raised, so that nothing is known of the last.
         DriverError: A step cannot be brought about.
     """
     *_, last = applied(
         request, steps, exactly_the_estimate=exactly_the_estimate, watch_dry_run=watch_dry_run
     )
     if last.planned is not steps[-1]:
-        raise AssertionError(f"an earlier step raised {last.step.raised}: {last.planned.call}")
+        raise EarlierStepError(f"{last.planned.call} raised {last.step.raised}")
     if request.exception is None:
         request.finish()
     return last.step

@@ -103,6 +103,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for name in _judged_as(_target_of(item), against):
                 if name in reasons:
                     item.add_marker(_expected_failure(mark, reasons[name]))
+                    _say_briefly(item)
 
 
 @pytest.fixture(scope="session")
@@ -135,6 +136,16 @@ def _expected_failure(mark: pytest.Mark, reason: str) -> pytest.MarkDecorator:
         raises=mark.kwargs.get("raises", AssertionError),
         reason=f"{mark.kwargs['theorem']} is refuted: {reason}",
     )
+
+
+def _say_briefly(item: pytest.Item) -> None:
+    """Report an expected failure in one line: a traceback costs a parse of the whole file."""
+    in_full = item.repr_failure
+
+    def repr_failure(excinfo: pytest.ExceptionInfo[BaseException]) -> object:
+        return excinfo.exconly() if excinfo.errisinstance(AssertionError) else in_full(excinfo)
+
+    item.repr_failure = repr_failure  # type: ignore[method-assign]
 
 
 def _reasons(item: pytest.Item, mark: pytest.Mark) -> Mapping[str, str]:

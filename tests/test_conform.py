@@ -11,6 +11,7 @@ import pytest
 from conformance import conform
 from conformance.conform import AS_EXPECTED, COULD_NOT_RUN, FAILURES, run
 from conformance.replay import PROJECT_ROOT
+from conformance.targets import resolve
 
 OLD, NEW = "vllm==0.30.0", "vllm==0.31.0"
 HAS_TORCH = importlib.util.find_spec("torch") is not None
@@ -36,11 +37,19 @@ def long_prompt(driver, num_tokens):
     request.apply(Call(896, 896, 0, 0))
     return request.apply(Call(num_tokens, num_tokens, 896, 896))
 
+@pytest.mark.theorem("exact-estimate")
 @pytest.mark.parametrize("num_tokens", ROWS)
 def test_estimate_is_drawn(driver, num_tokens):
     step = long_prompt(driver, num_tokens)
     assert step.estimate == step.drawn
 
+@pytest.mark.theorem("dry-run-parity")
+@pytest.mark.parametrize("num_tokens", ROWS)
+def test_dry_run_is_the_estimate(driver, num_tokens):
+    step = long_prompt(driver, num_tokens)
+    assert step.dry_run == step.estimate
+
+@pytest.mark.theorem("exact-estimate")
 @pytest.mark.refuted(theorem="exact-estimate", targets=OVERCOUNTS, raises=AssertionError)
 def test_estimate_is_drawn_whatever_the_row(driver):
     step = long_prompt(driver, 704_547)
@@ -65,13 +74,13 @@ def tests_dir(tmp_path: Path) -> Tests:
 def test_refuted_rows_fail_as_expected_and_only_where_refuted(
     tests_dir: Tests, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A mark on a test or on a row is a strict xfail for its targets, and for no other."""
+    """A mark on a test or on a row is a strict xfail for its targets and its theorem only."""
     status = run([OLD, NEW], "core", ["-v", "-ra"], tests_dir(RENDERED))
 
     out = capfd.readouterr().out
     assert status == AS_EXPECTED
-    assert "4 passed, 2 xfailed" in out
-    assert f"capproof: {OLD}, tier core, " in out
+    assert "8 passed, 2 xfailed" in out
+    assert f"capproof: {OLD}, tier core, {resolve(OLD).root}\n" in out
     assert "test_estimate_is_drawn[vllm==0.30.0-long] XFAIL" in out
     assert "exact-estimate is refuted: 761 blocks asked for, 2 taken" in out
 
@@ -91,11 +100,82 @@ def test_another_failure_is_not_hidden(tests_dir: Tests) -> None:
     assert run([OLD], "core", ["-k", "long or whatever"], tests_dir(rendered)) == FAILURES
 
 
-def test_a_malformed_mark_is_refused(tests_dir: Tests) -> None:
+@pytest.mark.parametrize(
+    "malformed",
+    [
+        ('refuted(theorem="exact-estimate", ', "refuted("),
+        ('@pytest.mark.theorem("exact-estimate")\n', ""),
+        ('theorem("exact-estimate")', "theorem()"),
+    ],
+    ids=["no theorem refuted", "no theorem asserted", "no slug"],
+)
+def test_a_malformed_mark_is_refused(tests_dir: Tests, malformed: tuple[str, str]) -> None:
     """A mark that names no theorem would hide a failure without a reason."""
-    rendered = RENDERED.replace('refuted(theorem="exact-estimate", ', "refuted(", 1)
+    rendered = RENDERED.replace(*malformed, 1)
 
     assert run([OLD], "core", [], tests_dir(rendered)) == COULD_NOT_RUN
+
+
+NOT_APPLICABLE = """
+import pytest
+
+def test_is_run(driver):
+    pass
+
+@pytest.mark.not_applicable(targets={"vllm==0.30.0": "no such step"})
+def test_cannot_be_asked(driver):
+    assert driver.location.endswith("0.31.0")
+
+@pytest.mark.theorem("no-undercount")
+@pytest.mark.not_applicable(theorems=["no-undercount"], targets={"vllm==0.30.0": "silent"})
+def test_says_nothing(driver):
+    assert driver.location.endswith("0.31.0")
+
+@pytest.mark.theorem("exact-estimate")
+@pytest.mark.not_applicable(theorems=["no-undercount"], targets={"vllm==0.30.0": "silent"})
+def test_says_something(driver):
+    pass
+"""
+
+
+def test_what_cannot_be_asked_is_left_out_and_counted(
+    tests_dir: Tests, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A mark leaves a test out for its targets and its theorems, and for no others."""
+    assert run([OLD, NEW], "core", [], tests_dir(NOT_APPLICABLE)) == AS_EXPECTED
+
+    assert "6 passed, 2 deselected" in capfd.readouterr().out
+
+
+UNBOUND = """
+import pytest
+
+from conformance.steps import chunk, hit, last_of
+from spec.vocabulary import Geometry
+
+@pytest.mark.theorem("no-undercount")
+@pytest.mark.refuted(theorem="no-undercount", targets={"vllm==0.24.0": "expected"})
+def test_unbound(driver):
+    last_of(driver.request(Geometry(16, 4, 0, 0, 4, False), 32), [hit(24, 40, blocks=2)])
+
+@pytest.mark.theorem("no-undercount")
+@pytest.mark.refuted(theorem="no-undercount", targets={"vllm==0.24.0": "expected"})
+def test_earlier_step(driver):
+    request = driver.request(Geometry(16, 4, 0, 0, 4, False), 1)
+    last_of(request, [chunk(0, 40), chunk(40, 44)])
+"""
+
+
+def test_a_step_that_cannot_be_brought_about_is_a_failure(
+    tests_dir: Tests, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Neither a release without the feature nor a pool too short shows that a theorem fails."""
+    assert run(["vllm==0.24.0"], "core", [], tests_dir(UNBOUND)) == FAILURES
+
+    out = capfd.readouterr().out
+    assert "2 failed" in out
+    assert "this release has no MambaManager._has_partial_local_hit" in out
+    assert "EarlierStepError" in out
 
 
 def one_line(capfd: pytest.CaptureFixture[str]) -> str:
@@ -185,8 +265,8 @@ def test_the_vllm_tier_runs_one_process_per_target(
     assert run([OLD, NEW], "vllm", [], tests_dir(RENDERED)) == AS_EXPECTED
 
     out = capfd.readouterr().out
-    assert "1 passed, 2 xfailed" in out
-    assert "3 passed" in out
+    assert "3 passed, 2 xfailed" in out
+    assert "5 passed" in out
     assert ", torch 2" in out
 
 
