@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -639,6 +640,42 @@ def test_sizes_out_of_reach_are_refused(drivers: dict[str, Driver]) -> None:
     tokens = 16 * (MAX_TABLE_COLUMNS + 1)
     with pytest.raises(LimitError, match="columns"):
         drivers["0.31.0"].request(SMALL, 32).apply(Call(tokens, tokens, 0, 0))
+
+
+# ---- the full-sequence gate ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_gate_is_asked_for_the_whole_request(release: str) -> None:
+    """What it is told is the dry run for all tokens, and the step goes on as without it."""
+    geometry = Geometry(16, 4, 2, 0, 4, False)
+    hit = {"num_hit_blocks": 2, "hit_is_evictable": True}
+    asked, whole, plain = (driver_of(release).request(geometry, 64) for _ in range(3))
+
+    step = asked.apply(Call(40, 40, 32, 32), **hit, num_request_tokens=200)
+
+    assert step.gate == whole.apply(Call(200, 200, 32, 32), **hit).dry_run
+    assert step == replace(plain.apply(Call(40, 40, 32, 32), **hit), gate=step.gate)
+    assert asked.observe() == plain.observe()
+
+
+def test_nobody_asks_the_gate_unless_told_to(drivers: dict[str, Driver]) -> None:
+    """A situation says whether the gate is asked, and a step without it has no number."""
+    request = drivers["0.31.0"].request(SMALL, 32)
+
+    assert request.situation(FIRST, 200).num_request_tokens == 0
+    assert request.situation(FIRST, 200, num_request_tokens=200).num_request_tokens == 200
+    assert request.apply(FIRST).gate == 0
+
+
+def test_an_exception_at_the_gate_leaves_everything_open(edited: Callable[..., Path]) -> None:
+    """The gate comes before the dry run, the estimate and the allocation."""
+    align = "num_tokens = num_tokens_main_model\n"
+    root = edited(MANAGERS_FILE, align, f"assert num_tokens < 200\n            {align}", 1)
+
+    step = core_driver(root).request(SMALL, 32).apply(FIRST, num_request_tokens=200)
+
+    assert (step.raised, step.gate, step.dry_run) == ("AssertionError", None, None)
 
 
 # ---- dry runs that leave a trace ----------------------------------------------------------------

@@ -13,7 +13,14 @@ import pytest
 
 from conformance import replay as replay_module
 from conformance.driver import Driver, core_driver
-from conformance.replay import PROJECT_ROOT, Outcome, Replay, replay, replay_in
+from conformance.replay import (
+    PROJECT_ROOT,
+    Outcome,
+    Replay,
+    replay,
+    replay_in,
+    theorem_holds,
+)
 from conformance.scenario import (
     Expect,
     Prediction,
@@ -26,7 +33,8 @@ from conformance.scenario import (
 from conformance.steps import applied
 from conformance.targets import resolve
 from spec.families import FAMILIES, family_of
-from spec.vocabulary import Call, Geometry
+from spec.theorems import Pool
+from spec.vocabulary import Call, Geometry, Situation, Step
 
 OLD, NEW = "vllm==0.30.0", "vllm==0.31.0"
 
@@ -192,6 +200,76 @@ def test_a_release_without_positions_says_nothing_of_where_a_checkpoint_is() -> 
     assert (step.checkpoint_is_pending, step.checkpoint_position) == (True, None)
     assert result.theorem_holds is None
     assert "checkpoint-recorded" not in result.violated
+
+
+#: An admission before which the gate is asked about a request of 200 tokens.
+ASKING = changed(
+    geometry=Geometry(16, 4, 2, 0, 4, False),
+    steps=(ScenarioStep("first", Call(40, 40, 0, 0), 199, num_request_tokens=200),),
+    family="first",
+    theorem="gate-covers-first-step",
+    predicted={},
+)
+
+
+@pytest.mark.parametrize("gate", [None, 3, 2])
+def test_what_the_gate_is_told_is_compared_where_it_is_predicted(
+    drivers: dict[str, Driver], gate: int | None
+) -> None:
+    """A prediction without it says nothing of it."""
+    result = replay(
+        dataclasses.replace(ASKING, predicted={NEW: Prediction(3, 3, 3, 5, gate=gate)}),
+        drivers[NEW],
+        NEW,
+    )
+
+    assert result.steps[-1].step.gate == 3
+    assert result.theorem_holds is True
+    assert result.differences == (("gate: predicted 2, saw 3",) if gate == 2 else ())
+
+
+def test_a_gate_that_asks_for_less_than_the_step_draws_is_seen(trees: Mapping[str, Path]) -> None:
+    """Estimates that leave out all but the first chunk would admit too much."""
+    driver = core_driver(trees["0.31.0"])
+    estimate = driver.bindings.manager_class.get_num_blocks_to_allocate
+    driver.bindings.manager_class.get_num_blocks_to_allocate = lambda self, **arguments: (
+        estimate(self, **arguments) - (arguments["num_tokens"] == 200)
+    )
+
+    result = replay(ASKING, driver, NEW)
+
+    assert (result.theorem_holds, result.violated) == (False, ("gate-covers-first-step",))
+
+
+def test_theorems_say_nothing_where_nobody_asked_or_of_other_families(
+    drivers: dict[str, Driver],
+) -> None:
+    """A claim about the gate needs its answer; one about some families is not about others."""
+    step = dataclasses.replace(ASKING.steps[0], num_request_tokens=0)
+    unasked = dataclasses.replace(ASKING, steps=(step,))
+    promoted = dataclasses.replace(
+        ASKING, steps=OTHER_FAMILIES["promoted"], theorem="new-columns-returned"
+    )
+
+    for scenario in (unasked, promoted):
+        result = replay(scenario, drivers[NEW], NEW)
+        assert (result.outcome, result.theorem_holds) == (Outcome.NOT_PREDICTED, None)
+
+
+def test_a_claim_is_not_about_a_step_that_was_put_off() -> None:
+    """The deliberate estimate of more than the pool has is no overcount."""
+    call = Call(40, 40, 32, 32)
+    situation = Situation(Geometry(16, 4, 2, 0, 4, False), call, 0, 200, num_hit_blocks=2)
+    step = Step(65, 65, 0, 0, True, deferred=True)
+
+    holds = {
+        slug: theorem_holds(slug, situation, step, Pool(64, 0, 0), 3)
+        for slug in ("exact-estimate", "bounded-demand", "dry-run-parity")
+    }
+
+    assert holds == dict.fromkeys(holds, True)
+    put_on = dataclasses.replace(step, deferred=False)
+    assert theorem_holds("exact-estimate", situation, put_on, Pool(64, 0, 0), 3) is False
 
 
 @pytest.mark.parametrize(

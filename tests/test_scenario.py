@@ -61,10 +61,10 @@ EVENTFUL = Scenario(
         ),
         ScenarioStep("promoted", Call(72, 72, 60, 60), 200),
         ScenarioStep("its tail is cached", Call(80, 80, 72, 72), 200, owns_partial_tail=True),
-        ScenarioStep("resumed", Call(40, 40, 0, 0), 200, preempted=True),
+        ScenarioStep("resumed", Call(40, 40, 0, 0), 200, preempted=True, num_request_tokens=201),
     ),
     family="resumed",
-    predicted={},
+    predicted={"vllm==0.33.0": Prediction(3, 3, 3, 5, gate=-1)},
 )
 
 
@@ -88,8 +88,9 @@ def test_every_kind_of_step_survives_writing_and_reading() -> None:
         ["hit_is_evictable", "loads_asynchronously", "num_external_tokens", "num_hit_blocks"],
         [],
         ["owns_partial_tail"],
-        ["preempted"],
+        ["num_request_tokens", "preempted"],
     ]
+    assert [prediction["gate"] for prediction in content["predicted"].values()] == [-1]
     assert content["geometry"]["cache_hit_alignment_tokens"] == 16
     assert content["geometry"]["num_tokens_behind_checkpoint"] == 3
 
@@ -234,6 +235,8 @@ CONTRADICTIONS: list[tuple[int, dict[str, Any], str]] = [
     (3, {"owns_partial_tail": True}, "owns_partial_tail: the request has no blocks"),
     (3, {"num_external_tokens": 8}, "num_external_tokens: 8 of 0 computed tokens"),
     (3, {"total_computed_tokens": 8}, "total_computed_tokens: 8 is not 0 local and 0 external"),
+    (1, {"num_request_tokens": 99}, "num_request_tokens: only a step that admits the request"),
+    (3, {"num_request_tokens": 39}, "num_request_tokens: the step ends at 40"),
 ]
 
 
