@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from operator import attrgetter
+from operator import attrgetter, is_
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -199,15 +199,15 @@ class RequestUnderTest:
         hit = self._hit(call.num_local_computed_tokens, num_hit_blocks, hit_is_evictable)
         evictable = [block for block in hit if block.ref_cnt == 0 and not block.is_null]
         self.exception = self.free_at_allocation = None
-        manager, pool = self.manager, self.pool
+        pool = self.pool
         arguments = {name: getattr(call, name) for name in self._bindings.estimator_call_fields}
         dry_run = estimate = drawn = left_state = None
-        gate = None if num_request_tokens else 0
+        gate, removal = (None if num_request_tokens else 0), (None, None)
         retired_before, is_new_columns = self._column_to_retire(), False
         try:
             if num_request_tokens:
                 gate = self._ask_gate(arguments, hit, num_request_tokens)
-            manager.remove_skipped_blocks(REQUEST_ID, call.total_computed_tokens)
+            removal = self._remove_skipped_blocks(call.total_computed_tokens)
             num_columns = len(self._table())
             before = self._watched_state() if watch_dry_run else None
             try:
@@ -253,6 +253,8 @@ class RequestUnderTest:
             column_to_retire_before=retired_before,
             column_to_retire=self._column_to_retire(),
             gate=gate,
+            removal_kept_state=removal[0],
+            removed_blocks=removal[1],
             raised=None if self.exception is None else type(self.exception).__name__,
         )
 
@@ -462,6 +464,16 @@ class RequestUnderTest:
             apply_admission_cap=is_dry_run,
             **arguments,
         )
+
+    def _remove_skipped_blocks(self, num_computed_tokens: int) -> tuple[bool, bool]:
+        """Have the tree remove them; return whether the state stayed, and whether any went."""
+        before, num_last = [*self._table()], 1 + self.geometry.num_speculative_blocks
+        self.manager.remove_skipped_blocks(REQUEST_ID, num_computed_tokens)
+        after = self._table()
+        if len(after) == len(before) and all(map(is_, before, after)):
+            return True, False
+        kept = len(after) == len(before) and all(map(is_, before[-num_last:], after[-num_last:]))
+        return kept, True
 
     def _ask_gate(self, arguments: dict[str, int], hit: Sequence[Any], num_tokens: int) -> Any:
         """The dry run for a request of so many tokens, as `full_sequence_must_fit` has it."""

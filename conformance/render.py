@@ -96,6 +96,10 @@ RELATIONS: dict[str, Relation] = {
         "column_of_the_state_that_the_step_started_from_is_the_next_to_free",
         (_COMPLETED, "assert step.column_to_retire == expect.column_to_retire"),
     ),
+    "removal-keeps-state": Relation(
+        "removal_of_skipped_blocks_leaves_the_running_state_in_place",
+        (_COMPLETED, "assert step.removal_kept_state"),
+    ),
     "gate-covers-first-step": Relation(
         "gate_asks_for_at_least_what_the_first_step_draws",
         (_COMPLETED, "assert step.drawn <= step.gate"),

@@ -642,6 +642,33 @@ def test_sizes_out_of_reach_are_refused(drivers: dict[str, Driver]) -> None:
         drivers["0.31.0"].request(SMALL, 32).apply(Call(tokens, tokens, 0, 0))
 
 
+# ---- the removal of skipped blocks ---------------------------------------------------------------
+
+
+def test_what_the_removal_takes_is_seen(drivers: dict[str, Driver]) -> None:
+    """The state before the last goes, which is no part of what the step starts from."""
+    request = drivers["0.31.0"].request(Geometry(16, 4, 2, 0, 4, False), 64)
+
+    steps = [request.apply(Call(end, end, end - 40, end - 40)) for end in (40, 80, 120, 160)]
+
+    assert [step.removed_blocks for step in steps] == [False, False, True, True]
+    assert all(step.removal_kept_state for step in steps)
+
+
+@pytest.mark.parametrize("index", [-1, -2, -3])
+def test_a_removal_that_takes_the_state_is_seen(edited: Callable[..., Path], index: int) -> None:
+    """Neither the running state nor a speculative block may go before the step."""
+    marker = "request_id, processed_computed_tokens, num_prompt_tokens\n        )\n"
+    taken = f"(self.req_to_blocks.get(request_id) or [0] * 9)[{index}] = self._null_block"
+    root = edited(MANAGERS_FILE, marker, f"{marker}        {taken}\n")
+    request = core_driver(root).request(Geometry(16, 4, 2, 0, 4, False), 64)
+
+    first, second = (request.apply(call) for call in (FIRST, Call(104, 104, 100, 100)))
+
+    assert (first.removal_kept_state, first.removed_blocks) == (True, False)
+    assert (second.removal_kept_state, second.removed_blocks) == (False, True)
+
+
 # ---- the full-sequence gate ----------------------------------------------------------------------
 
 

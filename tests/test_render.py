@@ -561,6 +561,7 @@ STEPS += [
     for pending, held, returned, once in itertools.product((True, False), repeat=4)
     for position, column, to_retire in itertools.product((2, 3), (1, 2), (-1, 0, 1))
 ]
+STEPS += [Step(2, 2, 2, 4, True, removal_kept_state=kept) for kept in (True, False)]
 STEPS += [Step(2, 2, drawn, 4, True, gate=gate) for drawn in NUMBERS[1:] for gate in NUMBERS]
 #: What a rendered test knows of `SCENARIO`.
 KNOWN = {
