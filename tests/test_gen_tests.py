@@ -30,7 +30,7 @@ from models.predict import LiftedTree
 
 GENERATED = PROJECT_ROOT / "generated_tests"
 OLD, NEW = DEFAULT_TARGETS
-RENDERED = "exact_estimate/test_exact_estimate_in_checkpoint.py"
+RENDERED = "test_checkpoint.py"
 REFUTATION = "scenarios/refutations/exact-estimate-checkpoint-vllm-0-30-0.json"
 FIRST = "scenarios/first.json"
 VERDICTS = "scenarios/verdicts.json"
@@ -149,8 +149,8 @@ CHANGES: dict[str, tuple[Edit, str]] = {
     "conftest": (edit("conftest.py", "driver", "drivers"), "conftest.py differs"),
     "a missing rendered file": (lambda out: (out / RENDERED).unlink(), f"{RENDERED} differs"),
     "an extra generated file": (
-        lambda out: (out / "exact_estimate/test_more.py").write_text(f"{MARKER}\n"),
-        "exact_estimate/test_more.py is rendered from no scenario",
+        lambda out: (out / "test_more.py").write_text(f"{MARKER}\n"),
+        "test_more.py is rendered from no scenario",
     ),
     "a need": (
         in_last_step(need=9),
@@ -158,7 +158,7 @@ CHANGES: dict[str, tuple[Edit, str]] = {
     ),
     "a table length": (
         in_last_step(table_length=9),
-        "test_state_invariant_in_first.py differs",
+        "test_first.py differs",
     ),
     "a prediction that is not rendered": (
         in_prediction(drawn=9),
@@ -174,7 +174,7 @@ CHANGES: dict[str, tuple[Edit, str]] = {
     ),
     "a scenario of no path": (
         change_json(FIRST, lambda c: c["scenarios"].pop()),
-        "test_no_undercount_in_first.py differs",
+        "test_first.py differs",
     ),
     "a refutation": (
         edit(REFUTATION, '"num_gpu_blocks": ', '"num_gpu_blocks": 1'),
@@ -311,8 +311,9 @@ def test_only_what_changed_is_written(tmp_path: Path) -> None:
 
 def test_stale_generated_files_go_and_foreign_ones_stay(out: Path) -> None:
     """What is no longer made is removed if it is ours; a person's files are never touched."""
-    stale = ["a/test_stale.py", "scenarios/refutations/stale.json"]
+    stale = ["a/test_stale.py", "scenarios/refutations/stale.json", "test_stale.py"]
     (out / "a").mkdir()
+    (out / stale[2]).write_text(f"{MARKER}\n")
     (out / stale[0]).write_text(f"{MARKER}\n")
     (out / stale[1]).write_text(
         re.sub('"name": ".*"', '"name": "stale"', (out / REFUTATION).read_text())
