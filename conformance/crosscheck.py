@@ -67,9 +67,7 @@ class _Checker:
             return DISAGREES
         return UNDECIDED if Answer.UNKNOWN in answers else AGREES
 
-    def _provers_of(
-        self, family: str, tags: tuple[str, ...], *, asks_gate: bool
-    ) -> list[Prover]:
+    def _provers_of(self, family: str, tags: tuple[str, ...], *, asks_gate: bool) -> list[Prover]:
         key = family, tags, asks_gate
         if key not in self._provers:
             found = self._lifted.explorations_of(family, tags, asks_gate=asks_gate)

@@ -358,10 +358,14 @@ class RequestUnderTest:
         self.manager.new_step_starts()
 
     def _hit(self, num_tokens: int, num_blocks: int, is_evictable: bool) -> list[Any]:
-        """The blocks of a hit of `num_tokens`, of which another request has cached the last."""
+        """The blocks of a hit of `num_tokens`, of which another request has cached the last.
+
+        Fewer blocks than these tokens fill are a hit of whole blocks.
+        """
         if num_blocks == 0:
             return []
         pool, block_size = self.pool, self.geometry.block_size
+        num_tokens = min(num_tokens, num_blocks * block_size)
         if pool.get_num_free_blocks() == 0:
             raise LimitError("the pool has no free block for the hit")
         cached = pool.get_new_blocks(1)
@@ -573,7 +577,10 @@ class RequestUnderTest:
         num_local = call.num_local_computed_tokens
         if self._table():
             raise DriverError("a request that has a table adopts no hit and no external tokens")
-        if num_hit_blocks not in (0, -(-num_local // self.geometry.block_size)):
+        columns = -(-num_local // self.geometry.block_size)
+        # With external tokens another group may have found more than this one.
+        least = 0 if num_external_tokens else columns
+        if num_hit_blocks and not least <= num_hit_blocks <= columns:
             raise DriverError(f"a hit of {num_local} tokens has not {num_hit_blocks} blocks")
         if num_local + num_external_tokens != call.total_computed_tokens:
             raise DriverError(

@@ -30,6 +30,7 @@ from models.prove import (
     in_numbers,
 )
 from models.traits import Traits
+from spec.assumptions import SPECULATIVE_BLOCKS
 from spec.families import (
     checkpoint_column,
     checkpoint_position,
@@ -306,6 +307,7 @@ def _prediction(situation: Situation, step: Step, traits: Traits) -> Prediction:
         drawn=step.drawn,
         table_length=step.table_length,
         raised=step.raised,
+        gate=step.gate if situation.num_request_tokens else None,
         violates=violated(situation, step, traits),
     )
 
@@ -344,6 +346,7 @@ _OF_THE_STEP = (
     "loads_asynchronously",
     "preempted",
     "owns_partial_tail",
+    "num_request_tokens",
 )
 _WHY = {
     "first": "admission of the first chunk",
@@ -481,7 +484,7 @@ def request_in(scenario: Scenario) -> Request:
         ),
         num_computed_tokens=computed if computed != covered else 0,
         owns_partial_tail=last.owns_partial_tail,
-        num_request_tokens=getattr(last, "num_request_tokens", 0),
+        num_request_tokens=last.num_request_tokens,
     )
 
 
@@ -513,23 +516,40 @@ def paths_and_edges(
 ) -> dict[Request, str]:
     """Return a request for each feasible path of each target and for its edges, with sources.
 
-    What a setting changes is where a checkpoint lies, so a path without one is taken in the plain
-    setting only. Edges are those of the plain setting, for tables as long as required.
+    What a setting changes is where a checkpoint lies, so others than the plain one are taken for
+    the kinds of step of `_IN_ALL_SETTINGS` only. Edges are those of the families of
+    `_WITH_EDGES`, in the plain setting, for tables as long as required. Of paths that differ in how
+    many speculative blocks are moved, some stand for all (`_SPECULATIVE_BLOCKS`), but in those
+    families.
     """
     found: dict[Request, str] = {}
     for target, tree in trees.items():
         for family, tags, variant, exploration in tree.explorations():
             is_plain = variant == Variant()
-            if not is_plain and family != "checkpoint" and "checkpoint" not in tags:
+            if not is_plain and (family, tags) not in _IN_ALL_SETTINGS:
                 continue
             on_progress(f"{target} {family} {' '.join(tags)}".strip())
+            with_edges = is_plain and family in _WITH_EDGES and "overwide" not in tags
             for number, path in enumerate(exploration.paths, start=1):
                 where = f"path {number} of {'-'.join((family, *tags))} in {target}"
                 setting = _setting(variant)
-                with_edges = is_plain and "overwide" not in tags
+                if not with_edges and not _stands_for_others(exploration.samples[number - 1]):
+                    continue
                 for request, edge in _of_path(exploration, path, with_edges=with_edges):
                     found.setdefault(request, f"{edge} of {where}{setting}")
     return found
+
+
+#: Kinds of step whose paths are taken in every setting.
+_IN_ALL_SETTINGS = (("first", ("checkpoint",)), ("hit-full", ("checkpoint",)), ("checkpoint", ()))
+#: Families whose paths are taken with their edges.
+_WITH_EDGES = ("first", "hit-full", "hit-partial", "external-sync", "running", "checkpoint")
+#: S of the paths that stand for the others.
+_SPECULATIVE_BLOCKS = (0, 1, 2, SPECULATIVE_BLOCKS[-1])
+
+
+def _stands_for_others(sample: Mapping[str, Any]) -> bool:
+    return sample.get("num_speculative_blocks", 0) in _SPECULATIVE_BLOCKS
 
 
 def _setting(variant: Variant) -> str:

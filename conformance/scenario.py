@@ -481,7 +481,8 @@ def _objections_to_adoption(step: ScenarioStep, geometry: Geometry) -> Iterator[
     total, local = step.call.total_computed_tokens, step.call.num_local_computed_tokens
     if step.hit_is_evictable and not num_blocks:
         yield "hit_is_evictable", "there is no hit"
-    if num_blocks and num_blocks != -(-local // geometry.block_size):
+    columns = -(-local // geometry.block_size)
+    if num_blocks > columns or (0 < num_blocks < columns and not external):
         yield "num_hit_blocks", f"{local} local tokens do not end in block {num_blocks} of the hit"
     if num_blocks and local % geometry.hash_block_size:
         yield (
@@ -493,7 +494,7 @@ def _objections_to_adoption(step: ScenarioStep, geometry: Geometry) -> Iterator[
     if num_blocks or external or step.preempted:
         if local + external != total:
             yield "total_computed_tokens", f"{total} is not {local} local and {external} external"
-        if local and not num_blocks:
+        if local and not num_blocks and not external:
             yield "num_local_computed_tokens", f"no hit holds the {local} local tokens"
 
 

@@ -209,11 +209,6 @@ CONTRADICTIONS: list[tuple[int, dict[str, Any], str]] = [
     (0, {"num_hit_blocks": 0}, "hit_is_evictable: there is no hit"),
     (
         0,
-        {"num_hit_blocks": 0, "hit_is_evictable": False},
-        "num_local_computed_tokens: no hit holds the 24 local tokens",
-    ),
-    (
-        0,
         {"num_local_computed_tokens": 26, "num_external_tokens": 34},
         "num_local_computed_tokens: a hit of 26 tokens is not a multiple of hash_block_size",
     ),
