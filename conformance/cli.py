@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,13 +30,15 @@ from conformance.targets import (
     resolve,
 )
 from spec.families import FAMILIES
-from spec.theorems import OBLIGATIONS, THEOREMS
+from spec.theorems import THEOREMS
 
 AS_EXPECTED, NOT_AS_EXPECTED, COULD_NOT_RUN = 0, 1, 2
 MANAGERS = ("mamba-align",)
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 #: Columns of a table that goes into a pipe or a file.
 _PIPE_WIDTH = 160
+#: Families whose kinds of step take the longest to settle.
+_LONG_FAMILIES = ("hit-full", "resumed", "external-sync")
 #: Clears the line of progress on a terminal and shows the cursor again.
 _END_PROGRESS = "\r\x1b[K\x1b[?25h"
 GENERATED_TESTS = PROJECT_ROOT / "generated_tests"
@@ -93,7 +95,7 @@ def prove(
     jobs: int,
 ) -> int:
     """Settle each theorem for each kind of step of each target."""
-    from conformance.obligations import Selection, document, is_as_expected
+    from conformance.obligations import Selection, document, is_as_expected, summary
     from conformance.report import show_unproved, show_verdicts
 
     _check_names(managers, families, theorems)
@@ -114,15 +116,8 @@ def prove(
     console = _console()
     show_verdicts(console, rows)
     show_unproved(console, rows, _keep_scenarios(rows))
-    others = [slug for slug in FAMILIES if slug not in {family for family, _ in OBLIGATIONS}]
-    console.print(f"not looked at: steps of {', '.join(others)}", highlight=False, soft_wrap=True)
-    surprises = [row for row in rows if not is_as_expected(row)]
-    proved = sum(row["verdict"] == "PROVED" for row in rows)
-    console.print(
-        f"{len(rows)} obligations: {proved} proved, {len(rows) - proved} not; "
-        f"{len(surprises)} not as expected",
-        highlight=False,
-    )
+    _print(console, summary(rows))
+    surprises = any(not is_as_expected(row) for row in rows)
     unconfirmed = crosscheck and not _show_crosscheck(console, rows)
     return NOT_AS_EXPECTED if surprises or unconfirmed else AS_EXPECTED
 
@@ -365,13 +360,7 @@ def _check_names(managers: Sequence[str], families: Sequence[str], theorems: Seq
     for manager in managers:
         if manager not in MANAGERS:
             raise CannotRun(f"unknown manager {manager!r}; modelled: {', '.join(MANAGERS)}")
-    with_obligations = {family for family, _ in OBLIGATIONS}
     for family in families:
-        if family in FAMILIES and family not in with_obligations:
-            raise CannotRun(
-                f"family {family} has no obligations yet; "
-                f"with obligations: {', '.join(dict.fromkeys(f for f, _ in OBLIGATIONS))}"
-            )
         if family not in FAMILIES:
             raise CannotRun(f"unknown family {family!r}; families: {', '.join(FAMILIES)}")
     for theorem in theorems:
@@ -438,21 +427,31 @@ def _resolved(targets: Sequence[str]) -> list[Tree]:
 def _settle_all(
     trees: Sequence[Tree], selection: Any, *, use_cache: bool, jobs: int
 ) -> list[dict[str, Any]]:
-    from conformance.obligations import settle, settled_before
+    """Return the rows of all targets in the catalogue's order, kept ones where there are any."""
+    from conformance.obligations import check, settle, settled_by_kind
 
-    found = {tree: settled_before(tree, selection) if use_cache else None for tree in trees}
-    missing = [tree for tree, rows in found.items() if rows is None]
+    found = {
+        (tree, part): rows
+        for tree in trees
+        for part, rows in (
+            settled_by_kind(tree, selection) if use_cache else dict.fromkeys(selection.by_kind())
+        ).items()
+    }
+    missing = [work for work, rows in found.items() if rows is None]
     with _progress() as on_progress:
         if len(missing) > 1 and jobs > 1:
-            on_progress(f"{len(missing)} targets in parallel")
-            found.update(
-                zip(missing, _in_parallel(missing, selection, use_cache, jobs), strict=True)
-            )
+            on_progress(f"{len(missing)} kinds of step in parallel")
+            for tree in dict.fromkeys(tree for tree, _ in missing if tree.release is None):
+                check(tree)
+            settled = _in_parallel(missing, use_cache, jobs)
+            for number, (work, rows) in enumerate(settled, start=1):
+                found[work] = rows
+                on_progress(f"{number} of {len(missing)} kinds of step settled")
         else:
             with _ctrl_c_ends_at_once():
-                for tree in missing:
-                    found[tree] = settle(
-                        tree, selection, use_cache=use_cache, on_progress=on_progress
+                for tree, part in missing:
+                    found[tree, part] = settle(
+                        tree, part, use_cache=use_cache, on_progress=on_progress
                     )
     return [row for rows in found.values() for row in rows or ()]
 
@@ -488,26 +487,47 @@ def _ctrl_c_ends_at_once() -> Iterator[None]:
 
 
 def _in_parallel(
-    trees: Sequence[Tree], selection: Any, use_cache: bool, jobs: int
-) -> list[list[dict[str, Any]]]:
+    works: Sequence[tuple[Tree, Any]], use_cache: bool, jobs: int
+) -> Iterator[tuple[tuple[Tree, Any], list[dict[str, Any]]]]:
+    """Yield targets and kinds of step as they are settled, each with its rows."""
     from multiprocessing import resource_tracker
 
     import joblib
 
     from conformance.obligations import settle
 
-    work = [joblib.delayed(settle)(tree, selection, use_cache=use_cache) for tree in trees]
+    of_rows = {(tree.target, *part.kinds[0]): (tree, part) for tree, part in works}
+    calls = [
+        joblib.delayed(settle)(tree, part, use_cache=use_cache)
+        for tree, part in _longest_first(works)
+    ]
     resource_tracker.ensure_running()  # starting it later would unblock the signal
     # Workers inherit the mask, so that Ctrl-C ends this process in one line, and it ends them.
     others = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         parallel = joblib.Parallel(
-            n_jobs=min(jobs, len(trees)), return_as="generator", pre_dispatch="all"
+            n_jobs=min(jobs, len(works)),
+            return_as="generator_unordered",
+            pre_dispatch="all",
+            batch_size=1,
         )
-        found = parallel(work)
+        found = parallel(calls)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, others)
-    return list(found)
+    with closing(found):
+        for rows in found:
+            yield of_rows[rows[0]["target"], rows[0]["family"], tuple(rows[0]["tags"])], rows
+
+
+def _longest_first(works: Sequence[tuple[Tree, Any]]) -> list[tuple[Tree, Any]]:
+    """Order the work: target by target, since a process keeps one tree loaded."""
+    trees = list(dict.fromkeys(tree for tree, _ in works))
+    return sorted(works, key=lambda work: (trees.index(work[0]), _cost_rank(*work[1].kinds[0])))
+
+
+def _cost_rank(family: str, tags: Sequence[str]) -> tuple[bool, ...]:
+    """A rank that is lower for kinds of step that take longer, by what makes them hard."""
+    return family not in _LONG_FAMILIES, "overwide" not in tags, len(tags) == 0
 
 
 def _show_surprises(
@@ -566,9 +586,14 @@ def _show_crosscheck(console: Any, rows: Sequence[dict[str, Any]]) -> bool:
 def _expecting(
     rows: Sequence[dict[str, Any]], baseline: str, shown: set[str]
 ) -> list[dict[str, Any]]:
-    """Rows of the shown targets, each expected to have the baseline's verdict."""
+    """Rows of the shown targets, each expected to have the baseline's verdict.
+
+    Nothing is expected where the baseline has no such step.
+    """
     verdicts = {
-        (row["family"], tuple(row["tags"]), row["theorem"]): row["verdict"]
+        (row["family"], tuple(row["tags"]), row["theorem"]): (
+            None if row["verdict"] == "NOT_APPLICABLE" else row["verdict"]
+        )
         for row in rows
         if row["target"] == baseline
     }

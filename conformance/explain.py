@@ -23,7 +23,12 @@ def explanation(slug: str) -> str | None:
 
 
 def _theorem(theorem: Theorem) -> str:
-    families = ", ".join(" with ".join((family, *tags)) for family, tags in OBLIGATIONS)
+    families = ", ".join(
+        " with ".join((family, *tags))
+        for family, tags in OBLIGATIONS
+        if theorem.why_not(family) is None
+    )
+    elsewhere = [f"Not the others: {theorem.not_elsewhere}."] if theorem.not_elsewhere else []
     scope = (
         "Steps that raise are covered too."
         if theorem.survives_exception
@@ -36,6 +41,7 @@ def _theorem(theorem: Theorem) -> str:
             theorem.unsat_iff,
             scope,
             f"Families: {families}.",
+            *elsewhere,
             f"Source: {theorem.source}.",
             "",
             "Assumptions:",
@@ -45,9 +51,9 @@ def _theorem(theorem: Theorem) -> str:
 
 
 def _family(family: Family) -> str:
-    has_obligations = any(slug == family.slug for slug, _ in OBLIGATIONS)
-    note = "" if has_obligations else "\nNo theorem is settled for it yet."
-    return f"{family.slug}: {family.sentence}{note}"
+    tags = [" and ".join(tags) for slug, tags in OBLIGATIONS if slug == family.slug and tags]
+    told_apart = f"\n\nTold apart: with {'; with '.join(tags)}." if tags else ""
+    return f"{family.slug}: {family.sentence}{told_apart}"
 
 
 def _assumption(assumption: Assumption) -> str:

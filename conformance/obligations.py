@@ -8,11 +8,13 @@ import json
 import platform
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import diskcache
 
@@ -29,9 +31,17 @@ from models.loader import CORE_MODULES, CoreError
 from spec.assumptions import CHECKPOINT_BLOCKS, SPECULATIVE_BLOCKS
 from spec.theorems import OBLIGATIONS, THEOREMS
 
+if TYPE_CHECKING:
+    from models.lift import Exploration
+    from models.predict import LiftedTree
+    from models.traits import Traits
+
 SCHEMA = 1
+NOT_APPLICABLE = "NOT_APPLICABLE"
 
 Row = dict[str, Any]
+#: A kind of step: a family with the tags that are told apart.
+Kind = tuple[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -40,15 +50,22 @@ class Selection:
 
     families: tuple[str, ...] = ()
     theorems: tuple[str, ...] = ()
+    kinds: tuple[Kind, ...] = ()
+
+    def by_kind(self) -> Iterator[Selection]:
+        """Yield the part of each kind of step, in the catalogue's order."""
+        wanted = [theorem for theorem in THEOREMS if theorem in (self.theorems or THEOREMS)]
+        for family, tags in OBLIGATIONS:
+            in_kinds = not self.kinds or (family, tags) in self.kinds
+            if in_kinds and family in (self.families or (family,)) and wanted:
+                yield replace(self, kinds=((family, tags),))
 
     def obligations(self) -> Iterator[tuple[str, tuple[str, ...], str]]:
         """Yield family, tags and theorem of each obligation, in the catalogue's order."""
-        for family, tags in OBLIGATIONS:
+        for part in self.by_kind():
             for theorem in THEOREMS:
-                if (not self.families or family in self.families) and (
-                    not self.theorems or theorem in self.theorems
-                ):
-                    yield family, tags, theorem
+                if theorem in (self.theorems or THEOREMS):
+                    yield *part.kinds[0], theorem
 
 
 def settle(
@@ -60,35 +77,73 @@ def settle(
 ) -> list[Row]:
     """Prove or refute a target's obligations and return a row each.
 
+    What is loaded of a tree stays loaded, so that the next part of a selection finds it.
+
     Args:
         tree: The target.
         selection: Which obligations.
-        use_cache: Whether to keep the rows for :func:`settled_before`.
+        use_cache: Whether to keep the rows for :func:`settled_before`, a kind of step at a time.
         on_progress: Told what is being worked on.
 
     Raises:
         CoreError: The tree cannot be loaded, or lacks a symbol that a step needs.
     """
-    _check_own_methods(tree)
-    rows = list(_prove(tree, selection, on_progress))
-    if use_cache:
-        _Store(tree).write(rows)
-    return [_complete(tree, row) for row in rows]
+    rows = []
+    for part in selection.by_kind():
+        found = list(_prove(tree, part, on_progress))
+        if use_cache:
+            _Store(tree).write(found)
+        rows += [_complete(tree, row) for row in found]
+    return rows
+
+
+def check(tree: Tree) -> None:
+    """Load a tree, so that one that cannot be judged is refused before any time is spent.
+
+    Raises:
+        CoreError: As :func:`settle`.
+    """
+    _loaded(tree, _fingerprint(tree))
 
 
 def settled_before(tree: Tree, selection: Selection) -> list[Row] | None:
     """Return the rows of an earlier run, None unless all are there and nothing has changed."""
-    rows = _Store(tree).read(selection)
-    return None if rows is None else [_complete(tree, row) for row in rows]
+    parts = settled_by_kind(tree, selection).values()
+    return None if None in parts else [row for rows in parts for row in rows or ()]
+
+
+def settled_by_kind(tree: Tree, selection: Selection) -> dict[Selection, list[Row] | None]:
+    """Return the rows of earlier runs by part of the selection, None where one is missing."""
+    parts = {part: list(part.obligations()) for part in selection.by_kind()}
+    kept = _Store(tree).read(selection)
+    return {
+        part: [_complete(tree, kept[wanted]) for wanted in obligations]
+        if kept.keys() >= set(obligations)
+        else None
+        for part, obligations in parts.items()
+    }
 
 
 def is_as_expected(row: Row) -> bool:
-    """Whether a row's verdict is the expected one; a target without expectations expects PROVED.
+    """Whether a row's verdict is the expected one.
 
-    What cannot be expected is never as expected, even where another target comes to the same.
+    A target without expectations expects PROVED of every theorem that is about it. What cannot be
+    expected is never as expected, even where another target comes to the same.
     """
-    verdict = row["verdict"]
-    return verdict in EXPECTABLE and bool(verdict == (row["expected"] or "PROVED"))
+    verdict, wanted = row["verdict"], row["expected"]
+    if wanted is None:
+        return verdict in ("PROVED", NOT_APPLICABLE)
+    return verdict in EXPECTABLE and bool(verdict == wanted)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Return how many verdicts there are of each sort, in one line."""
+    proved = sum(row["verdict"] == "PROVED" for row in rows)
+    elsewhere = sum(row["verdict"] == NOT_APPLICABLE for row in rows)
+    surprises = sum(not is_as_expected(row) for row in rows)
+    parts = [f"{proved} proved", f"{len(rows) - proved - elsewhere} not"]
+    parts += [f"{elsewhere} not applicable"] if elsewhere else []
+    return f"{len(rows)} obligations: {', '.join(parts)}; {surprises} not as expected"
 
 
 def document(rows: Sequence[Row]) -> dict[str, Any]:
@@ -133,17 +188,18 @@ def _check_own_methods(tree: Tree) -> None:
 
 
 def _prove(tree: Tree, selection: Selection, on_progress: Callable[[str], None]) -> Iterator[Row]:
+    """Yield the rows of one kind of step."""
     from conformance.generate import refutation, refutation_at_production_sizes
-    from models.predict import LiftedTree
     from models.prove import prove
 
-    lifted, real_code = LiftedTree(tree.root), _RealCode(tree)
+    ((family, tags),) = selection.kinds
+    on_progress(f"{tree.target} {family} {' '.join(tags)}".strip())
+    lifted, real_code = _loaded(tree, _fingerprint(tree))
     for obligation in prove(
-        lifted,
-        families=selection.families,
-        theorems=selection.theorems,
-        on_progress=lambda text: on_progress(f"{tree.target} {text}"),
+        _OfOneKind(lifted, (family, tags)), families=(family,), theorems=selection.theorems
     ):
+        if obligation.tags != tags:
+            continue
         found = at_scale = seen = None
         if obligation.counterexample is not None:
             trees = {tree.target: lifted}
@@ -167,6 +223,36 @@ def _prove(tree: Tree, selection: Selection, on_progress: Callable[[str], None])
             ),
             "reason": obligation.reason,
         }
+
+
+@lru_cache(maxsize=1)
+def _loaded(tree: Tree, fingerprint: str) -> tuple[LiftedTree, _RealCode]:
+    """Load a tree once for all kinds of step; an edited one has another fingerprint."""
+    from models.predict import LiftedTree
+
+    _check_own_methods(tree)
+    return LiftedTree(tree.root), _RealCode(tree)
+
+
+@dataclass(frozen=True)
+class _OfOneKind:
+    """A tree in which no other kind of step is explored."""
+
+    tree: LiftedTree
+    kind: Kind
+
+    @property
+    def traits(self) -> Traits:
+        return self.tree.traits
+
+    def explorations_of(
+        self, family: str, tags: tuple[str, ...], *, asks_gate: bool = False
+    ) -> Sequence[Exploration]:
+        from models.lift import NotUnderstood
+
+        if (family, tags) != self.kind:
+            raise NotUnderstood("not asked for")
+        return self.tree.explorations_of(family, tags, asks_gate=asks_gate)
 
 
 class _RealCode:
@@ -200,36 +286,51 @@ class _Store:
         self._fingerprint = _fingerprint(tree)
         self._folder = cache_root() / "verdicts"
 
-    def read(self, selection: Selection) -> list[Row] | None:
-        """Return the rows of a selection, None if one is missing or the store cannot be read."""
+    def read(self, selection: Selection) -> dict[tuple[str, tuple[str, ...], str], Row]:
+        """Return the rows of a selection that are there, none if the store cannot be read."""
         if not self._folder.is_dir():
-            return None
+            return {}
         try:
             with diskcache.Cache(str(self._folder)) as cache:
-                return [json.loads(cache[self._key(*wanted)]) for wanted in selection.obligations()]
-        except Exception:  # missing, damaged, locked or read-only: proving again loses nothing
-            return None
+                kept = {wanted: cache.get(self._key(*wanted)) for wanted in selection.obligations()}
+            return {wanted: json.loads(text) for wanted, text in kept.items() if text is not None}
+        except Exception:  # damaged, locked or read-only: proving again loses nothing
+            return {}
 
     def write(self, rows: Sequence[Row]) -> None:
         """Keep rows that a second run would come to again; a damaged store is made anew.
 
         A store that cannot be written is left alone, since it only saves time.
         """
-        for is_retry in (False, True):
-            try:
-                with diskcache.Cache(str(self._folder)) as cache:
-                    for row in rows:
-                        if row["verdict"] != "UNKNOWN":  # the next run may get further
-                            key = self._key(row["family"], tuple(row["tags"]), row["theorem"])
-                            cache[key] = json.dumps(row)
-                return
-            except sqlite3.DatabaseError as error:
-                is_damaged = not isinstance(error, sqlite3.OperationalError)
-                if is_retry or not is_damaged:
-                    return
+        texts = {
+            self._key(row["family"], tuple(row["tags"]), row["theorem"]): json.dumps(row)
+            for row in rows
+            if row["verdict"] != "UNKNOWN"  # the next run may get further
+        }
+        with suppress(Exception):
+            if not self._is_written(texts):
+                self._remove_damaged()
+                self._is_written(texts)
+
+    def _is_written(self, texts: Mapping[str, str]) -> bool:
+        """Write texts, all or none; whether the store is undamaged."""
+        try:
+            with diskcache.Cache(str(self._folder)) as cache, cache.transact():
+                for key, text in texts.items():
+                    cache[key] = text
+        except sqlite3.OperationalError:
+            raise
+        except sqlite3.DatabaseError:
+            return False
+        return True
+
+    def _remove_damaged(self) -> None:
+        """Remove the store, unless another process has made it anew in the meantime."""
+        from filelock import FileLock
+
+        with FileLock(self._folder.with_suffix(".lock")):
+            if not self._is_written({}):
                 shutil.rmtree(self._folder, ignore_errors=True)
-            except Exception:
-                return
 
     def _key(self, family: str, tags: tuple[str, ...], theorem: str) -> str:
         return f"{self._fingerprint} {where(family, tags)} {theorem}"

@@ -11,31 +11,38 @@ from rich.table import Table
 from rich.text import Text
 
 from conformance.expectations import where
-from conformance.obligations import Row, is_as_expected
+from conformance.obligations import NOT_APPLICABLE, Row, is_as_expected
 from conformance.replay import Replay, StepSeen
 from conformance.scenario import Scenario
 
-_STYLE = {"PROVED": "green", "REFUTED": "red"}
+_STYLE = {"PROVED": "green", "REFUTED": "red", "NOT_APPLICABLE": "dim"}
 
 
 def show_verdicts(console: Console, rows: Sequence[Row]) -> None:
-    """Print every verdict: a matrix per target on a terminal, else a line each."""
+    """Print every verdict: a table per target on a terminal, else a line each."""
     if not console.is_terminal:
         for row in rows:
             console.print(verdict_line(row), markup=False, highlight=False, soft_wrap=True)
         return
     for target in dict.fromkeys(row["target"] for row in rows):
-        console.print(_matrix(target, [row for row in rows if row["target"] == target]))
+        of_target = [row for row in rows if row["target"] == target]
+        table = _matrix(target, of_target)
+        is_narrow = console.measure(table).maximum <= console.width
+        console.print(table if is_narrow else _exceptions(target, of_target))
 
 
 def verdict_line(row: Row) -> str:
     """Return a verdict as one line that grep can find."""
-    expected = "" if is_as_expected(row) else f"  expected {row['expected'] or 'PROVED'}"
     family = where(row["family"], row["tags"])
     return (
         f"{row['target']} {row['manager']} {family} {row['theorem']} {row['verdict']} "
-        f"{row['seconds']:.2f} s{expected}"
+        f"{row['seconds']:.2f} s{_surprise(row, '  ')}"
     )
+
+
+def _surprise(row: Row, separator: str) -> str:
+    """What was expected instead, after a separator; nothing where the verdict is as expected."""
+    return "" if is_as_expected(row) else f"{separator}expected {row['expected'] or 'PROVED'}"
 
 
 def show_unproved(
@@ -43,12 +50,14 @@ def show_unproved(
 ) -> None:
     """Print a line per obligation that is not proved: the numbers, and how to replay them.
 
+    Those without numbers that share a verdict and a reason are one line.
+
     Args:
         console: Where to print.
         rows: Verdicts.
         replay_paths: Scenario file by target and scenario name.
     """
-    undecided: dict[tuple[str, str, str], list[str]] = {}
+    undecided: dict[tuple[str, str, str, str], list[str]] = {}
     for row in rows:
         if row["verdict"] == "PROVED":
             continue
@@ -56,7 +65,7 @@ def show_unproved(
         head = f"{row['verdict']} {row['target']} {family} {row['theorem']}"
         head += " (as expected)" if is_as_expected(row) else ""
         if row["scenario"] is None:
-            key = row["verdict"], row["target"], str(row["reason"])
+            key = row["verdict"], row["target"], str(row["reason"]), _surprise(row, ", ")
             undecided.setdefault(key, []).append(f"{family} {row['theorem']}")
             continue
         line = counterexample_line(row["scenario"], row["target"])
@@ -77,10 +86,14 @@ def show_unproved(
         if path is not None:
             command = shlex.join(["capproof", "replay", path, "--target", row["target"]])
             console.print(f"  {command}", markup=False, highlight=False, soft_wrap=True)
-    for (verdict, target, reason), obligations in undecided.items():
+    for (verdict, target, reason, surprise), obligations in undecided.items():
         which = obligations[0] if len(obligations) == 1 else f"{len(obligations)} obligations"
+        surprise = surprise if verdict == NOT_APPLICABLE else ""
         console.print(
-            f"{verdict} {target} {which}: {reason}", markup=False, highlight=False, soft_wrap=True
+            f"{verdict} {target} {which}{surprise}: {reason}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
         )
 
 
@@ -116,12 +129,32 @@ def _matrix(target: str, rows: Sequence[Row]) -> Table:
     return table
 
 
+def _exceptions(target: str, rows: Sequence[Row]) -> Table:
+    """How many kinds of step each theorem is proved for, and which are not."""
+    table = Table(title=Text(target), title_justify="left", title_style="bold")
+    table.add_column("theorem")
+    table.add_column("proved", justify="right")
+    table.add_column("not about", justify="right")
+    table.add_column("kinds of step that are neither, or not as expected")
+    for theorem in dict.fromkeys(row["theorem"] for row in rows):
+        of_theorem = [row for row in rows if row["theorem"] == theorem]
+        verdicts = [row["verdict"] for row in of_theorem]
+        others = [
+            f"{where(row['family'], row['tags'])} {_cell(row)}"
+            for row in of_theorem
+            if row["verdict"] not in ("PROVED", NOT_APPLICABLE) or not is_as_expected(row)
+        ]
+        counts = [str(verdicts.count(verdict)) for verdict in ("PROVED", NOT_APPLICABLE)]
+        table.add_row(theorem, *counts, "\n".join(others))
+    return table
+
+
 def _cell(row: Row | None) -> str:
     if row is None:
         return ""
     style = _STYLE.get(row["verdict"], "yellow")
-    note = "" if is_as_expected(row) else f" (expected {row['expected'] or 'PROVED'})"
-    return f"[{style}]{row['verdict']}[/]{note}"
+    note = _surprise(row, " (")
+    return f"[{style}]{row['verdict']}[/]{note}{')' if note else ''}"
 
 
 def show_replay(console: Console, scenario: Scenario, replay: Replay, tier: str) -> None:

