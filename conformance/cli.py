@@ -13,7 +13,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -76,6 +77,7 @@ def cli() -> None:
 @click.option("--family", "families", multiple=True, metavar="F", help="Default: all.")
 @click.option("--theorem", "theorems", multiple=True, metavar="SLUG", help="Default: all.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write verdicts.")
+@click.option("--matrix", type=click.Path(path_type=Path), help="Also write a page of tables.")
 @click.option("--no-cache", is_flag=True, help="Prove again even if nothing changed.")
 @click.option(
     "--crosscheck",
@@ -90,32 +92,40 @@ def prove(
     families: tuple[str, ...],
     theorems: tuple[str, ...],
     json_file: Path | None,
+    matrix: Path | None,
     no_cache: bool,
     crosscheck: bool,
     jobs: int,
 ) -> int:
     """Settle each theorem for each kind of step of each target."""
+    from conformance.matrix import page, traits_in, verdicts_of
     from conformance.obligations import Selection, document, is_as_expected, summary
-    from conformance.report import show_unproved, show_verdicts
+    from conformance.report import show_differences, show_unproved, show_verdicts
 
     _check_names(managers, families, theorems)
     selection = Selection(families, theorems)
     if not list(selection.obligations()):
         raise CannotRun("nothing to prove: no obligation is in this selection")
-    _check_writable(json_file)
+    _check_writable("--json", json_file)
+    _check_writable("--matrix", matrix)
     trees = _resolved(targets or DEFAULT_TARGETS)
     baseline = _resolved((against,))[0] if against else None
     wanted = [*trees, *([baseline] if baseline and baseline not in trees else [])]
     rows = _settle_all(wanted, selection, use_cache=not no_cache, jobs=jobs)
+    differences = None
     if baseline is not None:
         rows = _expecting(rows, baseline.target, {tree.target for tree in trees})
+        differences = _compare_all(trees, baseline, selection, use_cache=not no_cache, jobs=jobs)
     if crosscheck:
         rows = _crosschecked(rows, trees)
     if json_file is not None:
-        _write(json_file, json.dumps(document(rows), indent=2) + "\n")
+        _write(json_file, json.dumps(document(rows, differences), indent=2) + "\n")
+    if matrix is not None:
+        _write(matrix, page(verdicts_of(rows), {t.target: traits_in(t.root) for t in trees}))
     console = _console()
     show_verdicts(console, rows)
     show_unproved(console, rows, _keep_scenarios(rows))
+    show_differences(console, differences or ())
     _print(console, summary(rows))
     surprises = any(not is_as_expected(row) for row in rows)
     unconfirmed = crosscheck and not _show_crosscheck(console, rows)
@@ -381,20 +391,21 @@ def _names() -> str:
     return ", ".join(THEOREMS)
 
 
-def _check_writable(file: Path | None) -> None:
+def _check_writable(option: str, file: Path | None) -> None:
     """Refuse an output file before any time is spent on what goes into it."""
     if file is None:
         return
+    given = f"{option} {file}"
     try:
         if file.is_dir():
-            raise CannotRun(f"--json {file}: a folder is there; name a file")
+            raise CannotRun(f"{given}: a folder is there; name a file")
         if not file.parent.is_dir():
-            raise CannotRun(f"--json {file}: {file.parent} is no folder; make it, or name another")
+            raise CannotRun(f"{given}: {file.parent} is no folder; make it, or name another")
         is_new = not file.exists()
     except OSError as error:
-        raise CannotRun(f"--json {file}: {error.strerror}; name another file") from None
+        raise CannotRun(f"{given}: {error.strerror}; name another file") from None
     if not os.access(file.parent if is_new else file, os.W_OK):
-        raise CannotRun(f"--json {file}: cannot be written; name another file")
+        raise CannotRun(f"{given}: cannot be written; name another file")
 
 
 def _write(file: Path, text: str) -> None:
@@ -428,32 +439,69 @@ def _settle_all(
     trees: Sequence[Tree], selection: Any, *, use_cache: bool, jobs: int
 ) -> list[dict[str, Any]]:
     """Return the rows of all targets in the catalogue's order, kept ones where there are any."""
-    from conformance.obligations import check, settle, settled_by_kind
+    from conformance.obligations import settle, settled_by_kind
 
     found = {
         (tree, part): rows
         for tree in trees
-        for part, rows in (
-            settled_by_kind(tree, selection) if use_cache else dict.fromkeys(selection.by_kind())
-        ).items()
+        for part, rows in settled_by_kind(tree, selection, use_cache=use_cache).items()
     }
-    missing = [work for work, rows in found.items() if rows is None]
+    _complete(found, partial(settle, use_cache=use_cache), jobs)
+    return [row for rows in found.values() for row in rows or ()]
+
+
+def _compare_all(
+    trees: Sequence[Tree], baseline: Tree, selection: Any, *, use_cache: bool, jobs: int
+) -> list[dict[str, Any]]:
+    """Return how each target's estimator compares with the baseline's, by kind of step."""
+    from conformance.obligations import compare, compared_by_kind
+
+    found = {
+        (tree, part, baseline): row
+        for tree in trees
+        if tree != baseline
+        for part, row in compared_by_kind(tree, baseline, selection, use_cache=use_cache).items()
+    }
+    _complete(found, partial(compare, use_cache=use_cache), jobs)
+    return [row for row in found.values() if row is not None]
+
+
+def _complete(found: dict[Any, Any], do: Callable[..., Any], jobs: int) -> None:
+    """Fill in the results that are None, in processes if there are several.
+
+    Args:
+        found: A result by work: the target, its part of the selection, and what else ``do`` takes.
+        do: Does one work.
+        jobs: Number of processes.
+    """
+    from conformance.obligations import check
+    from conformance.parallel import spread
+
+    missing = [work for work, result in found.items() if result is None]
     with _progress() as on_progress:
         if len(missing) > 1 and jobs > 1:
             on_progress(f"{len(missing)} kinds of step in parallel")
-            for tree in dict.fromkeys(tree for tree, _ in missing if tree.release is None):
+            for tree in dict.fromkeys(tree for tree, *_ in missing if tree.release is None):
                 check(tree)
-            settled = _in_parallel(missing, use_cache, jobs)
-            for number, (work, rows) in enumerate(settled, start=1):
-                found[work] = rows
-                on_progress(f"{number} of {len(missing)} kinds of step settled")
+            done = spread(do, _longest_first(missing), jobs)
+            for number, (work, result) in enumerate(done, start=1):
+                found[work] = result
+                on_progress(f"{number} of {len(missing)} kinds of step done")
         else:
             with _ctrl_c_ends_at_once():
-                for tree, part in missing:
-                    found[tree, part] = settle(
-                        tree, part, use_cache=use_cache, on_progress=on_progress
-                    )
-    return [row for rows in found.values() for row in rows or ()]
+                for work in missing:
+                    found[work] = do(*work, on_progress=on_progress)
+
+
+def _longest_first(works: Sequence[Any]) -> list[Any]:
+    """Order the work: target by target, since a process keeps few trees loaded."""
+    trees = list(dict.fromkeys(tree for tree, *_ in works))
+    return sorted(works, key=lambda work: (trees.index(work[0]), _cost_rank(*work[1].kinds[0])))
+
+
+def _cost_rank(family: str, tags: Sequence[str]) -> tuple[bool, ...]:
+    """A rank that is lower for kinds of step that take longer, by what makes them hard."""
+    return family not in _LONG_FAMILIES, "overwide" not in tags, not tags
 
 
 @contextmanager
@@ -484,50 +532,6 @@ def _ctrl_c_ends_at_once() -> Iterator[None]:
             signal.pthread_kill(waiting.ident, signal.SIGINT)
             waiting.join()
         signal.pthread_sigmask(signal.SIG_SETMASK, others)
-
-
-def _in_parallel(
-    works: Sequence[tuple[Tree, Any]], use_cache: bool, jobs: int
-) -> Iterator[tuple[tuple[Tree, Any], list[dict[str, Any]]]]:
-    """Yield targets and kinds of step as they are settled, each with its rows."""
-    from multiprocessing import resource_tracker
-
-    import joblib
-
-    from conformance.obligations import settle
-
-    of_rows = {(tree.target, *part.kinds[0]): (tree, part) for tree, part in works}
-    calls = [
-        joblib.delayed(settle)(tree, part, use_cache=use_cache)
-        for tree, part in _longest_first(works)
-    ]
-    resource_tracker.ensure_running()  # starting it later would unblock the signal
-    # Workers inherit the mask, so that Ctrl-C ends this process in one line, and it ends them.
-    others = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        parallel = joblib.Parallel(
-            n_jobs=min(jobs, len(works)),
-            return_as="generator_unordered",
-            pre_dispatch="all",
-            batch_size=1,
-        )
-        found = parallel(calls)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, others)
-    with closing(found):
-        for rows in found:
-            yield of_rows[rows[0]["target"], rows[0]["family"], tuple(rows[0]["tags"])], rows
-
-
-def _longest_first(works: Sequence[tuple[Tree, Any]]) -> list[tuple[Tree, Any]]:
-    """Order the work: target by target, since a process keeps one tree loaded."""
-    trees = list(dict.fromkeys(tree for tree, _ in works))
-    return sorted(works, key=lambda work: (trees.index(work[0]), _cost_rank(*work[1].kinds[0])))
-
-
-def _cost_rank(family: str, tags: Sequence[str]) -> tuple[bool, ...]:
-    """A rank that is lower for kinds of step that take longer, by what makes them hard."""
-    return family not in _LONG_FAMILIES, "overwide" not in tags, len(tags) == 0
 
 
 def _show_surprises(

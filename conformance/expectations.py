@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
 import spec
+from conformance.targets import KNOWN_RELEASES
+from spec.theorems import OBLIGATIONS, THEOREMS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -32,18 +36,36 @@ def expectations() -> dict[_Key, str]:
     """Return the expected verdict by target, manager, family with tags, and theorem.
 
     Raises:
-        ValueError: The file expects what cannot be expected.
+        ValueError: The file expects what cannot be expected, or of what does not exist.
     """
     content = tomllib.loads(EXPECTATIONS_FILE.read_text(encoding="utf-8"))
+    known = {
+        "targets": [f"vllm=={release}" for release in KNOWN_RELEASES],
+        "families": [where(family, tags) for family, tags in OBLIGATIONS],
+        "theorems": list(THEOREMS),
+    }
     found: dict[_Key, str] = {}
     for entry in content["expect"]:
         if entry["verdict"] not in EXPECTABLE:
             raise ValueError(f"{EXPECTATIONS_FILE}: {entry['verdict']} cannot be expected")
-        for target in entry["targets"]:
-            for family in entry["families"]:
-                for theorem in entry["theorems"]:
+        targets, families, theorems = (_matching(entry[of], names) for of, names in known.items())
+        for target in targets:
+            for family in families:
+                for theorem in theorems:
                     found[target, entry["manager"], family, theorem] = entry["verdict"]
     return found
+
+
+def _matching(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the names that a pattern matches, in which `*` stands for anything.
+
+    Raises:
+        ValueError: A pattern matches none.
+    """
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"{EXPECTATIONS_FILE}: nothing is called {pattern!r}")
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def expected(target: str, manager: str, family: str, theorem: str) -> str | None:

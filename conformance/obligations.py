@@ -40,6 +40,8 @@ SCHEMA = 1
 NOT_APPLICABLE = "NOT_APPLICABLE"
 
 Row = dict[str, Any]
+#: Modules beside ours and the spec that rows depend on.
+_MADE_BY = ("obligations", "difference", "generate", "scenario")
 #: A kind of step: a family with the tags that are told apart.
 Kind = tuple[str, tuple[str, ...]]
 
@@ -90,11 +92,16 @@ def settle(
     """
     rows = []
     for part in selection.by_kind():
-        found = list(_prove(tree, part, on_progress))
+        found = sorted(_prove(tree, part, on_progress), key=_place_in_catalogue)
         if use_cache:
-            _Store(tree).write(found)
+            decided = [row for row in found if row["verdict"] != "UNKNOWN"]
+            _Store(tree).write({_key_of(row): row for row in decided})  # the rest may get further
         rows += [_complete(tree, row) for row in found]
     return rows
+
+
+def _place_in_catalogue(row: Row) -> int:
+    return list(THEOREMS).index(row["theorem"])
 
 
 def check(tree: Tree) -> None:
@@ -112,16 +119,62 @@ def settled_before(tree: Tree, selection: Selection) -> list[Row] | None:
     return None if None in parts else [row for rows in parts for row in rows or ()]
 
 
-def settled_by_kind(tree: Tree, selection: Selection) -> dict[Selection, list[Row] | None]:
+def settled_by_kind(
+    tree: Tree, selection: Selection, *, use_cache: bool = True
+) -> dict[Selection, list[Row] | None]:
     """Return the rows of earlier runs by part of the selection, None where one is missing."""
-    parts = {part: list(part.obligations()) for part in selection.by_kind()}
-    kept = _Store(tree).read(selection)
+    parts = {part: [_key(*one) for one in part.obligations()] for part in selection.by_kind()}
+    kept = _Store(tree).read([key for keys in parts.values() for key in keys]) if use_cache else {}
     return {
-        part: [_complete(tree, kept[wanted]) for wanted in obligations]
-        if kept.keys() >= set(obligations)
-        else None
-        for part, obligations in parts.items()
+        part: [_complete(tree, kept[key]) for key in keys] if kept.keys() >= set(keys) else None
+        for part, keys in parts.items()
     }
+
+
+def compare(
+    tree: Tree,
+    part: Selection,
+    baseline: Tree,
+    *,
+    use_cache: bool = True,
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> Row:
+    """Return a row on whether two targets' estimates can differ in one kind of step.
+
+    Args:
+        tree: The target.
+        part: The kind of step, of :meth:`Selection.by_kind`.
+        baseline: The other target.
+        use_cache: Whether to keep the row for :func:`compared_by_kind`.
+        on_progress: Told what is being worked on.
+
+    Raises:
+        CoreError: As :func:`settle`.
+    """
+    from conformance.difference import difference
+
+    ((family, tags),) = part.kinds
+    on_progress(f"{tree.target} and {baseline.target} {family} {' '.join(tags)}".strip())
+    ours, theirs = (_loaded(one, _fingerprint(one))[0] for one in (tree, baseline))
+    row = {
+        "target": tree.target,
+        "baseline": baseline.target,
+        "family": family,
+        "tags": list(tags),
+        **difference(ours, theirs, family, tags).to_json(),
+    }
+    if use_cache and row["comparison"] != "UNKNOWN":
+        _Store(tree).write({_comparison_key(baseline, part): row})
+    return row
+
+
+def compared_by_kind(
+    tree: Tree, baseline: Tree, selection: Selection, *, use_cache: bool = True
+) -> dict[Selection, Row | None]:
+    """Return the rows of earlier comparisons by part of the selection, None where missing."""
+    keys = {part: _comparison_key(baseline, part) for part in selection.by_kind()}
+    kept = _Store(tree).read(list(keys.values())) if use_cache else {}
+    return {part: kept.get(key) for part, key in keys.items()}
 
 
 def is_as_expected(row: Row) -> bool:
@@ -146,8 +199,8 @@ def summary(rows: Sequence[Row]) -> str:
     return f"{len(rows)} obligations: {', '.join(parts)}; {surprises} not as expected"
 
 
-def document(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return what `--json` writes."""
+def document(rows: Sequence[Row], differences: Sequence[Row] | None = None) -> dict[str, Any]:
+    """Return what `--json` writes; `differences` only where targets were compared."""
     from models.smt import SOLVER_VERSION
 
     versions = {
@@ -155,7 +208,8 @@ def document(rows: Sequence[Row]) -> dict[str, Any]:
         "z3": SOLVER_VERSION,
         "python": platform.python_version(),
     }
-    return {"schema": SCHEMA, "versions": versions, "obligations": list(rows)}
+    compared = {} if differences is None else {"differences": list(differences)}
+    return {"schema": SCHEMA, "versions": versions, "obligations": list(rows), **compared}
 
 
 def project_version() -> str:
@@ -225,7 +279,7 @@ def _prove(tree: Tree, selection: Selection, on_progress: Callable[[str], None])
         }
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
 def _loaded(tree: Tree, fingerprint: str) -> tuple[LiftedTree, _RealCode]:
     """Load a tree once for all kinds of step; an edited one has another fingerprint."""
     from models.predict import LiftedTree
@@ -286,34 +340,30 @@ class _Store:
         self._fingerprint = _fingerprint(tree)
         self._folder = cache_root() / "verdicts"
 
-    def read(self, selection: Selection) -> dict[tuple[str, tuple[str, ...], str], Row]:
-        """Return the rows of a selection that are there, none if the store cannot be read."""
+    def read(self, keys: Sequence[str]) -> dict[str, Row]:
+        """Return the rows that are there by key, none if the store cannot be read."""
         if not self._folder.is_dir():
             return {}
         try:
             with diskcache.Cache(str(self._folder)) as cache:
-                kept = {wanted: cache.get(self._key(*wanted)) for wanted in selection.obligations()}
-            return {wanted: json.loads(text) for wanted, text in kept.items() if text is not None}
+                kept = {key: cache.get(f"{self._fingerprint} {key}") for key in keys}
+            return {key: json.loads(text) for key, text in kept.items() if text is not None}
         except Exception:  # damaged, locked or read-only: proving again loses nothing
             return {}
 
-    def write(self, rows: Sequence[Row]) -> None:
-        """Keep rows that a second run would come to again; a damaged store is made anew.
+    def write(self, rows: Mapping[str, Row]) -> None:
+        """Keep rows by key, all or none; a damaged store is made anew.
 
         A store that cannot be written is left alone, since it only saves time.
         """
-        texts = {
-            self._key(row["family"], tuple(row["tags"]), row["theorem"]): json.dumps(row)
-            for row in rows
-            if row["verdict"] != "UNKNOWN"  # the next run may get further
-        }
+        texts = {f"{self._fingerprint} {key}": json.dumps(row) for key, row in rows.items()}
         with suppress(Exception):
             if not self._is_written(texts):
                 self._remove_damaged()
                 self._is_written(texts)
 
     def _is_written(self, texts: Mapping[str, str]) -> bool:
-        """Write texts, all or none; whether the store is undamaged."""
+        """Write texts; whether the store is undamaged."""
         try:
             with diskcache.Cache(str(self._folder)) as cache, cache.transact():
                 for key, text in texts.items():
@@ -332,8 +382,17 @@ class _Store:
             if not self._is_written({}):
                 shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _key(self, family: str, tags: tuple[str, ...], theorem: str) -> str:
-        return f"{self._fingerprint} {where(family, tags)} {theorem}"
+
+def _key(family: str, tags: Sequence[str], theorem: str) -> str:
+    return f"{where(family, tuple(tags))} {theorem}"
+
+
+def _key_of(row: Row) -> str:
+    return _key(row["family"], row["tags"], row["theorem"])
+
+
+def _comparison_key(baseline: Tree, part: Selection) -> str:
+    return f"{where(*part.kinds[0])} compared with {_fingerprint(baseline)}"
 
 
 def _fingerprint(tree: Tree) -> str:
@@ -348,7 +407,10 @@ def _fingerprint(tree: Tree) -> str:
     add("versions", f"{SCHEMA} {platform.python_version()} {version('z3-solver')}".encode())
     ours = [Path(package.__file__ or "").parent for package in (spec, models)]
     files = [file for folder in ours for file in sorted(folder.glob("*.py"))]
-    files += [Path(__file__), *map(Path(__file__).with_name, ("generate.py", "scenario.py"))]
+    files += [
+        Path(__file__),
+        *map(Path(__file__).with_name, ("difference.py", "generate.py", "scenario.py")),
+    ]
     for file in files:
         add(f"{file.parent.name}/{file.name}", file.read_bytes())
     for module in sorted(CORE_MODULES):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -69,32 +70,58 @@ def show_unproved(
             undecided.setdefault(key, []).append(f"{family} {row['theorem']}")
             continue
         line = counterexample_line(row["scenario"], row["target"])
-        console.print(f"{head}: {line}", markup=False, highlight=False, soft_wrap=True)
+        _print(console, f"{head}: {line}")
         if row["scenario_at_production_sizes"] is not None:
             line = counterexample_line(row["scenario_at_production_sizes"], row["target"])
-            console.print(
-                f"  at production sizes: {line}", markup=False, highlight=False, soft_wrap=True
-            )
+            _print(console, f"  at production sizes: {line}")
         if row["replay"] != "reproduced":
-            console.print(
-                f"  NOT shown by the real code: {row['replay']}",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
+            _print(console, f"  NOT shown by the real code: {row['replay']}")
         path = replay_paths.get((row["target"], row["scenario"]["name"]))
         if path is not None:
             command = shlex.join(["capproof", "replay", path, "--target", row["target"]])
-            console.print(f"  {command}", markup=False, highlight=False, soft_wrap=True)
+            _print(console, f"  {command}")
     for (verdict, target, reason, surprise), obligations in undecided.items():
         which = obligations[0] if len(obligations) == 1 else f"{len(obligations)} obligations"
         surprise = surprise if verdict == NOT_APPLICABLE else ""
-        console.print(
-            f"{verdict} {target} {which}{surprise}: {reason}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
+        _print(console, f"{verdict} {target} {which}{surprise}: {reason}")
+
+
+def show_differences(console: Console, rows: Sequence[Row]) -> None:
+    """Print where two targets' estimates can differ, a line each, and where they cannot."""
+    for pair in dict.fromkeys((row["target"], row["baseline"]) for row in rows):
+        of_pair = [row for row in rows if (row["target"], row["baseline"]) == pair]
+        head = f"estimates of {pair[0]} and {pair[1]}"
+        for row in of_pair:
+            if row["comparison"] in ("DIFFER", "UNKNOWN"):
+                family = where(row["family"], row["tags"])
+                _print(console, f"{row['comparison']} {head}, {family}: {_difference_line(row)}")
+        counts = Counter(row["comparison"] for row in of_pair)
+        _print(
+            console,
+            f"{head}: equal in {counts['EQUAL']} kinds of step, can differ in {counts['DIFFER']}, "
+            f"undecided in {counts['UNKNOWN']}, in one target only {counts['NOT_COMPARABLE']}",
         )
+
+
+def _difference_line(row: Row) -> str:
+    if row["situation"] is None:
+        return str(row["reason"])
+    ours, theirs = row["estimates"]
+    step = _step_line(row["situation"]["geometry"], row["situation"]["call"])
+    return f"{step}: {ours} and {theirs}"
+
+
+def _step_line(geometry: Mapping[str, Any], call: Mapping[str, Any]) -> str:
+    return (
+        f"B {geometry['block_size']}, H {geometry['hash_block_size']}, "
+        f"S {geometry['num_speculative_blocks']}, K {geometry['num_prefill_checkpoint_blocks']}, "
+        f"{call['total_computed_tokens']:,} tokens computed, "
+        f"then {call['num_tokens_main_model']:,}"
+    )
+
+
+def _print(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def counterexample_line(scenario: Mapping[str, Any], target: str) -> str:
@@ -108,13 +135,7 @@ def counterexample_line(scenario: Mapping[str, Any], target: str) -> str:
         outcome = f"raises {seen['raised']}"
     else:
         outcome = f"estimate {seen['estimate']}, drawn {seen['drawn']}, needed {need}"
-    return (
-        f"B {geometry['block_size']}, H {geometry['hash_block_size']}, "
-        f"S {geometry['num_speculative_blocks']}, K {geometry['num_prefill_checkpoint_blocks']}, "
-        f"{last['total_computed_tokens']:,} tokens computed, "
-        f"then {last['num_tokens_main_model']:,}: "
-        f"{outcome}"
-    )
+    return f"{_step_line(geometry, last)}: {outcome}"
 
 
 def _matrix(target: str, rows: Sequence[Row]) -> Table:
