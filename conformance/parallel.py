@@ -35,8 +35,7 @@ def spread(
         parallel = joblib.Parallel(
             n_jobs=min(jobs, len(works)),
             return_as="generator_unordered",
-            pre_dispatch="all",
-            batch_size=1,
+            batch_size=1,  # and few dispatched ahead: loky cannot be stopped in silence with many
         )
         found = parallel(joblib.delayed(_done)(do, work) for work in works)
     finally:

@@ -99,7 +99,7 @@ def show_differences(console: Console, rows: Sequence[Row]) -> None:
         _print(
             console,
             f"{head}: equal in {counts['EQUAL']} kinds of step, can differ in {counts['DIFFER']}, "
-            f"undecided in {counts['UNKNOWN']}, in one target only {counts['NOT_COMPARABLE']}",
+            f"undecided in {counts['UNKNOWN']}, not in both targets {counts['NOT_COMPARABLE']}",
         )
 
 

@@ -16,10 +16,14 @@ from conformance.explain import explanation
 from conformance.obligations import (
     Row,
     Selection,
+    compare,
+    compared_by_kind,
     document,
     is_as_expected,
     settle,
     settled_before,
+    settled_by_kind,
+    summary,
 )
 from conformance.replay import Outcome, replay_in
 from conformance.scenario import Scenario, loads
@@ -29,15 +33,18 @@ from spec.theorems import OBLIGATIONS, THEOREMS
 
 OLD, NEW = "vllm==0.30.0", "vllm==0.31.0"
 CopyTree = Callable[..., Path]
-ALL = Selection()
-#: Two obligations, of which 0.30.0 breaks one: fast to settle.
-FEW = Selection(("checkpoint",), ("no-undercount", "exact-estimate"))
+#: Kinds of step that are fast to settle.
+KINDS = (("first", ()), ("first", ("checkpoint",)), ("running", ()), ("checkpoint", ()))
+SOME = Selection(kinds=KINDS)
+#: Two obligations, of which 0.30.0 breaks one.
+FEW = Selection(theorems=("no-undercount", "exact-estimate"), kinds=(("checkpoint", ()),))
+ONE = Selection(theorems=("exact-estimate",), kinds=(("checkpoint", ()),))
 
 
 @pytest.fixture(scope="module")
 def settled(trees: Mapping[str, Path]) -> dict[str, list[Row]]:
-    """All rows of the two releases, proved here."""
-    return {target: settle(resolve(target), ALL, use_cache=False) for target in (OLD, NEW)}
+    """Rows of the two releases, proved here."""
+    return {target: settle(resolve(target), SOME, use_cache=False) for target in (OLD, NEW)}
 
 
 def verdict_of(rows: list[Row], family: str, theorem: str) -> str:
@@ -122,7 +129,7 @@ def test_there_is_a_row_per_obligation(settled: dict[str, list[Row]], target: st
     """Nothing of the catalogue is left out, and nothing is said twice."""
     rows = [(row["family"], tuple(row["tags"]), row["theorem"]) for row in settled[target]]
 
-    assert rows == [(*of, theorem) for of in OBLIGATIONS for theorem in THEOREMS]
+    assert rows == [(*of, theorem) for of in KINDS for theorem in THEOREMS]
 
 
 @pytest.mark.parametrize("target", [OLD, NEW])
@@ -135,24 +142,25 @@ def test_a_row_holds_what_the_contract_says(settled: dict[str, list[Row]], targe
             *("scenario_at_production_sizes", "replay"),  # additions
         }
         assert (row["target"], row["manager"]) == (target, "mamba-align")
-        assert row["verdict"] in {"PROVED", "REFUTED"}
+        assert row["verdict"] in {"PROVED", "REFUTED", "NOT_APPLICABLE"}
         assert row["expected"] == expected(
             target, "mamba-align", where(row["family"], row["tags"]), row["theorem"]
         )
         assert is_as_expected(row)
-        assert "unbounded" in row["scope"]
         assert row["params"] == {"S": [0, 1, 2, 3, 4, 5, 6, 7, 8], "K": [0, 1]}
-        assert row["seconds"] > 0
+        is_applicable = row["verdict"] != "NOT_APPLICABLE"
+        assert ("unbounded" in row["scope"]) == is_applicable
+        assert (row["seconds"] > 0) == is_applicable
+        assert (row["reason"] is None) == is_applicable
         assert (row["scenario"] is not None) == (row["verdict"] == "REFUTED")
         assert row["replay"] == ("reproduced" if row["verdict"] == "REFUTED" else None)
-        assert row["reason"] is None
 
 
 @pytest.mark.parametrize("target", [OLD, NEW])
 def test_a_rows_assumptions_can_be_explained(settled: dict[str, list[Row]], target: str) -> None:
     """What a proof rests on is a named object, and there is something to rest on."""
     for row in settled[target]:
-        assert row["assumptions"]
+        assert bool(row["assumptions"]) == (row["verdict"] != "NOT_APPLICABLE")
         for slug in row["assumptions"]:
             assert explanation(slug) is not None, slug
 
@@ -166,6 +174,7 @@ def test_the_document_names_versions(settled: dict[str, list[Row]]) -> None:
     assert content["versions"].keys() == {"capproof", "z3", "python"}
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", content["versions"]["z3"])
     assert json.loads(json.dumps(content)) == content
+    assert document([], [{"comparison": "EQUAL"}])["differences"] == [{"comparison": "EQUAL"}]
 
 
 @pytest.mark.parametrize(
@@ -173,10 +182,13 @@ def test_the_document_names_versions(settled: dict[str, list[Row]]) -> None:
     [
         ("PROVED", None, True),
         ("REFUTED", None, False),
-        ("NOT_APPLICABLE", None, False),
+        ("NOT_APPLICABLE", None, True),
+        ("UNKNOWN", None, False),
         ("REFUTED", "REFUTED", True),
         ("PROVED", "REFUTED", False),
         ("NOT_APPLICABLE", "NOT_APPLICABLE", True),
+        ("NOT_APPLICABLE", "PROVED", False),
+        ("PROVED", "NOT_APPLICABLE", False),
         ("UNKNOWN", "UNKNOWN", False),
         ("UNSUPPORTED", "UNSUPPORTED", False),
         ("VACUOUS", "VACUOUS", False),
@@ -192,15 +204,94 @@ def test_only_what_can_be_expected_is_as_expected(
 @pytest.mark.parametrize(
     ("selection", "number"),
     [
-        (Selection(), 52),
-        (Selection(families=("first",)), 26),
-        (Selection(theorems=("exact-estimate",)), 4),
-        (Selection(("first", "running"), ("exact-estimate", "no-undercount")), 6),
+        (Selection(), len(OBLIGATIONS) * len(THEOREMS)),
+        (Selection(families=("first",)), 2 * len(THEOREMS)),
+        (Selection(theorems=("exact-estimate",)), len(OBLIGATIONS)),
+        (Selection(("first", "running"), ("exact-estimate", "no-undercount")), 8),
+        (Selection(("first",), ("no-undercount",), KINDS), 2),
+        (Selection(("drafts",), kinds=KINDS), 0),
     ],
 )
 def test_a_selection_is_by_family_and_theorem(selection: Selection, number: int) -> None:
     """A family is chosen with all its tags; an empty choice means all."""
     assert len(list(selection.obligations())) == number
+
+
+def test_a_selection_falls_into_kinds_of_step() -> None:
+    """The parts are the whole, in the same order; this is how work is spread over processes."""
+    selection = Selection(("promoted", "first"), ("exact-estimate",))
+
+    parts = list(selection.by_kind())
+
+    assert [part.kinds for part in parts] == [
+        (of,) for of in OBLIGATIONS if of[0] in ("promoted", "first")
+    ]
+    assert [one for part in parts for one in part.obligations()] == list(selection.obligations())
+
+
+def test_what_is_not_applicable_is_counted_apart() -> None:
+    """A summary says how much is proved, and nothing else passes for it."""
+    verdicts = ["PROVED", "PROVED", "REFUTED", "UNKNOWN", "NOT_APPLICABLE"]
+    rows = [{"verdict": verdict, "expected": None} for verdict in verdicts]
+
+    assert summary(rows[:3]) == "3 obligations: 2 proved, 1 not; 1 not as expected"
+    assert summary(rows) == ("5 obligations: 2 proved, 2 not, 1 not applicable; 2 not as expected")
+
+
+def test_a_kind_of_step_that_a_tree_lacks_is_not_applicable(copy_tree: CopyTree) -> None:
+    """Nobody asks the solver about it, nothing is expected of it, and it says why."""
+    selection = Selection(("checkpoint",), ("no-undercount",))
+
+    for row in settle(local(copy_tree("0.24.0")), selection, use_cache=False):
+        assert (row["verdict"], row["expected"]) == ("NOT_APPLICABLE", None)
+        assert row["reason"] == "there are no checkpoint blocks before 0.29.0"
+        assert is_as_expected(row)
+
+
+# ---- two targets ---------------------------------------------------------------------------------
+
+
+def test_estimators_that_differ_do_so_in_a_least_step() -> None:
+    """The fix of vLLM 57050 changed what a checkpoint step is estimated to take."""
+    (row,) = compared(resolve(NEW), resolve(OLD), ONE)
+
+    assert (row["target"], row["baseline"]) == (NEW, OLD)
+    assert (row["comparison"], row["estimates"]) == ("DIFFER", [2, 3])
+    call = row["situation"]["call"]
+    assert (call["total_computed_tokens"], call["num_tokens_main_model"]) == (1, 4)
+
+
+def test_estimators_are_equal_where_no_step_tells_them_apart() -> None:
+    """The fix changed nothing for admissions."""
+    rows = compared(resolve(NEW), resolve(OLD), Selection(kinds=KINDS[:2]))
+
+    assert [row["comparison"] for row in rows] == ["EQUAL", "EQUAL"]
+
+
+def test_a_kind_of_step_that_one_target_lacks_is_not_compared(trees: Mapping[str, Path]) -> None:
+    """The reason is that of the target that lacks it."""
+    (row,) = compared(resolve(NEW), resolve("vllm==0.24.0"), ONE)
+
+    assert (row["comparison"], row["situation"]) == ("NOT_COMPARABLE", None)
+    assert row["reason"] == "there are no checkpoint blocks before 0.29.0"
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_comparison_is_read_again_until_either_target_changes(copy_tree: CopyTree) -> None:
+    """It depends on the text of both."""
+    ours, theirs = resolve(NEW), local(copy_tree("0.30.0"))
+    assert list(compared_by_kind(ours, theirs, ONE).values()) == [None]
+
+    rows = [compare(ours, part, theirs) for part in ONE.by_kind()]
+
+    assert list(compared_by_kind(ours, theirs, ONE).values()) == rows
+    assert list(compared_by_kind(theirs, ours, ONE).values()) == [None]
+    (theirs.root / CORE_FILE).write_text((theirs.root / CORE_FILE).read_text() + "# edited\n")
+    assert list(compared_by_kind(ours, theirs, ONE).values()) == [None]
+
+
+def compared(tree: Tree, baseline: Tree, selection: Selection) -> list[Row]:
+    return [compare(tree, part, baseline, use_cache=False) for part in selection.by_kind()]
 
 
 # ---- trees that cannot be judged -----------------------------------------------------------------
@@ -278,8 +369,30 @@ def test_what_was_settled_is_read_again() -> None:
     rows = settle(tree, FEW)
 
     assert settled_before(tree, FEW) == rows
-    assert settled_before(tree, Selection(("checkpoint",), ("exact-estimate",))) == rows[1:]
-    assert settled_before(tree, Selection(("checkpoint",))) is None
+    assert settled_before(tree, ONE) == rows[1:]
+    assert settled_before(tree, Selection(kinds=FEW.kinds)) is None
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_what_was_settled_before_a_failure_is_kept(
+    settled: dict[str, list[Row]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupted run is taken up at the kind of step where it was left."""
+    tree, rows = resolve(OLD), {row["family"]: row for row in settled[OLD]}
+
+    def prove(tree: Tree, selection: Selection, on_progress: object) -> Iterator[Row]:
+        ((family, _),) = selection.kinds
+        if family == "checkpoint":
+            raise KeyboardInterrupt
+        yield {k: v for k, v in rows[family].items() if k not in ("target", "expected")}
+
+    monkeypatch.setattr(obligations, "_prove", prove)
+    selection = Selection(theorems=tuple(THEOREMS)[-1:], kinds=KINDS[2:])
+    with pytest.raises(KeyboardInterrupt):
+        settle(tree, selection)
+
+    kept = settled_by_kind(tree, selection).values()
+    assert [rows is not None for rows in kept] == [True, False]
 
 
 @pytest.mark.usefixtures("own_cache", "already_proved")
@@ -354,6 +467,18 @@ def _execute(file: Path, statement: str) -> None:
 
 
 @pytest.mark.usefixtures("already_proved")
+def test_a_damaged_store_is_made_anew_once(own_cache: Path) -> None:
+    """What another process kept after it had made the store anew is not lost."""
+    ours, theirs = resolve(OLD), resolve(NEW)
+    settle(ours, FEW)
+    (own_cache / "verdicts" / "cache.db").write_bytes(b"no database" * 100)
+    settle(theirs, FEW)
+    obligations._Store(ours)._remove_damaged()
+
+    assert settled_before(theirs, FEW) is not None
+
+
+@pytest.mark.usefixtures("already_proved")
 def test_a_cache_that_cannot_be_written_is_no_failure(own_cache: Path) -> None:
     """The store only saves time."""
     (own_cache / "verdicts").write_text("a file stands here")
@@ -382,4 +507,4 @@ def test_unknown_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert settle(tree, FEW)[0]["verdict"] == "UNKNOWN"
     assert settled_before(tree, FEW) is None
-    assert settled_before(tree, Selection(("checkpoint",), ("exact-estimate",))) is not None
+    assert settled_before(tree, ONE) is not None
