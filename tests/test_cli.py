@@ -21,9 +21,10 @@ import pytest
 
 from conformance import cli, obligations
 from conformance.expectations import expected, where
+from conformance.obligations import Selection, settled_by_kind
 from conformance.replay import PROJECT_ROOT
 from conformance.scenario import dumps, load
-from conformance.targets import CORE_FILE, KNOWN_RELEASES
+from conformance.targets import CORE_FILE, DEFAULT_TARGETS, KNOWN_RELEASES, resolve
 from spec.assumptions import ASSUMPTIONS, OF_SOME_RELEASES
 from spec.families import FAMILIES
 from spec.theorems import OBLIGATIONS, THEOREMS
@@ -33,8 +34,10 @@ Capproof = Callable[..., "subprocess.CompletedProcess[str]"]
 Output = pytest.CaptureFixture[str]
 
 OLD, NEW = "vllm==0.30.0", "vllm==0.31.0"
-#: Two obligations, of which 0.30.0 breaks one: fast to settle.
-FEW = ("--family", "checkpoint", "--theorem", "no-undercount", "--theorem", "exact-estimate")
+#: Two theorems for two kinds of step, of which 0.30.0 breaks one for each: fast to settle.
+FEW = ("--family", "checkpoint", "--theorem", "dry-run-parity", "--theorem", "bounded-demand")
+FIRST = [of for of in OBLIGATIONS if of[0] == "first"]
+FAULTY = ["PROVED", "REFUTED"] * 2
 REFUTATIONS = PROJECT_ROOT / "generated_tests" / "scenarios" / "refutations"
 SHOWN = REFUTATIONS / "exact-estimate-checkpoint-vllm-0-30-0.json"
 COMMAND = (sys.executable, "-m", "conformance.cli")
@@ -66,24 +69,31 @@ def one_line(text: str) -> str:
 
 @pytest.mark.usefixtures("own_cache")
 def test_prove_settles_the_default_targets(tmp_path: Path, capsys: Output) -> None:
-    """Without arguments all obligations of the fault and its fix come out as expected."""
+    """Without targets all verdicts of the fault, of its fix and of the newest come as expected."""
     file = tmp_path / "out.json"
 
-    assert cli.run(["prove", "--json", str(file), "--jobs", "1"]) == 0
+    assert cli.run(["prove", "--family", "first", "--json", str(file)]) == 0
 
     rows = rows_in(file)
     assert list(verdicts(rows)) == [
         (target, where(*of), theorem)
-        for target in (OLD, NEW)
-        for of in OBLIGATIONS
+        for target in DEFAULT_TARGETS
+        for of in FIRST
         for theorem in THEOREMS
     ]
     for (target, family, theorem), verdict in verdicts(rows).items():
         assert verdict == expected(target, "mamba-align", family, theorem)
     out, err = capsys.readouterr()
     assert err == ""
-    assert out.splitlines()[-1] == "104 obligations: 100 proved, 4 not; 0 not as expected"
-    assert len([line for line in out.splitlines() if " mamba-align " in line]) == 104
+    number = {
+        verdict: list(verdicts(rows).values()).count(verdict)
+        for verdict in ("PROVED", "REFUTED", "NOT_APPLICABLE")
+    }
+    assert out.splitlines()[-1] == (
+        f"{len(rows)} obligations: {number['PROVED']} proved, {number['REFUTED']} not, "
+        f"{number['NOT_APPLICABLE']} not applicable; 0 not as expected"
+    )
+    assert len([line for line in out.splitlines() if " mamba-align " in line]) == len(rows)
 
 
 @pytest.mark.usefixtures("own_cache")
@@ -112,12 +122,12 @@ def test_a_tree_without_expectations_is_expected_to_be_proved(
     assert cli.run(["prove", "--target", target, *FEW, "--json", str(file)]) == 1
 
     rows = rows_in(file)
-    assert [row["expected"] for row in rows] == [None, None]
-    assert [row["target"] for row in rows] == [target, target]
-    assert [row["verdict"] for row in rows] == ["PROVED", "REFUTED"]
+    assert {row["expected"] for row in rows} == {None}
+    assert {row["target"] for row in rows} == {target}
+    assert [row["verdict"] for row in rows] == FAULTY
     out = capsys.readouterr().out
-    assert "2 obligations: 1 proved, 1 not; 1 not as expected" in out
-    (command,) = re.findall("capproof replay (.*) --target", out)
+    assert "4 obligations: 2 proved, 2 not; 2 not as expected" in out
+    command, _ = re.findall("capproof replay (.*) --target", out)
     assert Path(command).is_relative_to(own_cache)
     assert cli.run(["replay", command, "--target", target]) == 0
 
@@ -131,13 +141,31 @@ def test_against_expects_the_other_targets_verdicts(
     asked = ["prove", "--target", target, *FEW, "--json", str(file)]
 
     assert cli.run([*asked, "--against", OLD]) == 0
-    assert [row["expected"] for row in rows_in(file)] == ["PROVED", "REFUTED"]
+    assert [row["expected"] for row in rows_in(file)] == FAULTY
     assert {row["target"] for row in rows_in(file)} == {target}
+    assert f"estimates of {target} and {OLD}: equal in 2 kinds of step" in capsys.readouterr().out
 
     assert cli.run([*asked, "--against", NEW]) == 1
-    assert [row["expected"] for row in rows_in(file)] == ["PROVED", "PROVED"]
+    assert [row["expected"] for row in rows_in(file)] == ["PROVED"] * 4
+    out = capsys.readouterr().out
+    head = f"DIFFER estimates of {target} and {NEW}, checkpoint: B 1, H 1, S 0, K 1, "
+    assert f"{head}1 tokens computed, then 4: 3 and 2" in out.splitlines()
+    differences = json.loads(file.read_text())["differences"]
+    assert {row["comparison"] for row in differences} == {"DIFFER"}
 
     assert cli.run(["prove", "--target", NEW, "--against", NEW, *FEW]) == 0
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_nothing_is_expected_where_the_other_target_has_no_such_step(tmp_path: Path) -> None:
+    """Against a release without checkpoint blocks, what is proved of them is no surprise."""
+    file = tmp_path / "out.json"
+    asked = ["prove", "--target", NEW, "--against", "vllm==0.24.0", *FEW, "--json", str(file)]
+
+    assert cli.run(asked) == 0
+
+    assert [row["expected"] for row in rows_in(file)] == [None] * 4
+    assert cli.run([*asked[:2], OLD, *asked[3:]]) == 1
 
 
 @pytest.mark.usefixtures("own_cache")
@@ -151,9 +179,11 @@ def test_what_is_not_understood_is_never_as_expected(
     target, file = f"path:{root}", tmp_path / "out.json"
 
     assert cli.run(["prove", "--target", target, "--json", str(file)]) == 1
+    decided = {row["verdict"] for row in rows_in(file)}
+    assert decided == {"UNSUPPORTED", "NOT_APPLICABLE"}
     for row in rows_in(file):
-        assert row["verdict"] == "UNSUPPORTED"
-        assert f"{CORE_FILE}:{place}: " in row["reason"]
+        if row["verdict"] == "UNSUPPORTED":
+            assert f"{CORE_FILE}:{place}: " in row["reason"]
     assert f"{CORE_FILE}:{place}: " in capsys.readouterr().out
     assert cli.run(["prove", "--target", target, "--against", target]) == 1
 
@@ -162,15 +192,22 @@ def test_what_is_not_understood_is_never_as_expected(
 @pytest.mark.parametrize(
     ("arguments", "chosen"),
     [
-        (["--family", "first"], [(where(*of), t) for of in OBLIGATIONS[:2] for t in THEOREMS]),
+        (["--family", "first"], [(where(*of), t) for of in FIRST for t in THEOREMS]),
         (["--theorem", "dry-run-pure"], [(where(*of), "dry-run-pure") for of in OBLIGATIONS]),
         (
             ["--manager", "mamba-align", *FEW],
-            [("checkpoint", "no-undercount"), ("checkpoint", "exact-estimate")],
+            [
+                (family, theorem)
+                for family in ("checkpoint", "checkpoint+overwide")
+                for theorem in ("dry-run-parity", "bounded-demand")
+            ],
         ),
         (
-            ["--family", "running", "--family", "checkpoint", "--theorem", "no-undercount"],
-            [("running", "no-undercount"), ("checkpoint", "no-undercount")],
+            ["--family", "running", "--family", "first", "--theorem", "dry-run-pure"],
+            [
+                (family, "dry-run-pure")
+                for family in ("first", "first+checkpoint", "running", "running+overwide")
+            ],
         ),
     ],
 )
@@ -180,7 +217,7 @@ def test_obligations_are_selected(
     """--family takes all tags of a family, options may be repeated, and the order stays."""
     file = tmp_path / "out.json"
 
-    assert cli.run(["prove", "--target", NEW, *arguments, "--json", str(file)]) == 0
+    assert cli.run(["prove", "--target", "vllm==0.24.0", *arguments, "--json", str(file)]) == 0
 
     assert [(family, theorem) for _, family, theorem in verdicts(rows_in(file))] == chosen
 
@@ -192,7 +229,7 @@ def test_a_target_given_twice_is_settled_once(tmp_path: Path) -> None:
 
     cli.run(["prove", "--target", NEW, "--target", f" {NEW} ", *FEW, "--json", str(file)])
 
-    assert [row["target"] for row in rows_in(file)] == [NEW, NEW]
+    assert [row["target"] for row in rows_in(file)] == [NEW] * 4
 
 
 @pytest.mark.usefixtures("own_cache")
@@ -201,7 +238,7 @@ def test_the_second_run_reads_and_no_cache_proves_again(
 ) -> None:
     """What has not changed is not proved again unless that is asked for."""
     first, second = tmp_path / "first.json", tmp_path / "second.json"
-    asked = ["prove", "--target", OLD, *FEW, "--json"]
+    asked = ["prove", "--target", OLD, *FEW, "--jobs", "1", "--json"]
     cli.run([*asked, str(first)])
 
     def refuse(*arguments: object) -> None:
@@ -241,7 +278,7 @@ def test_a_damaged_result_cache_is_survived(own_cache: Path, capproof: Capproof)
 
 
 def test_jobs_change_no_verdict(own_cache: Path, tmp_path: Path, capproof: Capproof) -> None:
-    """Targets are settled in processes of their own, and come in the order they were given."""
+    """Kinds of step are settled in several processes, and come in the catalogue's order."""
     found = []
     for jobs in ("1", "2"):
         file = tmp_path / f"{jobs}.json"
@@ -253,6 +290,44 @@ def test_jobs_change_no_verdict(own_cache: Path, tmp_path: Path, capproof: Cappr
     assert found[0] == found[1]
 
 
+def test_an_interrupted_run_is_taken_up_where_it_was_left(
+    own_cache: Path, tmp_path: Path, capproof: Capproof
+) -> None:
+    """What was settled before Ctrl-C, in any process, is read and not proved again."""
+    command = ("prove", "--target", "vllm==0.24.0", "--jobs", "2")
+    process = subprocess.Popen(
+        [sys.executable, "-c", TELLING, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=PROJECT_ROOT,
+        start_new_session=True,
+    )
+    for line in process.stdout:
+        if line.startswith("3 of "):
+            break
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert "stopped; nothing half-written is left" in one_line(err)
+    assert is_over(process.pid)
+
+    kept = settled_by_kind(resolve("vllm==0.24.0"), Selection()).values()
+    assert len([rows for rows in kept if rows is not None]) >= 3
+
+
+def test_a_matrix_is_written_of_what_was_settled(own_cache: Path, tmp_path: Path) -> None:
+    """A column per target, and what the manager of each knows."""
+    file = tmp_path / "matrix.md"
+
+    assert cli.run(["prove", "--target", OLD, "--target", NEW, *FEW, "--matrix", str(file)]) == 0
+
+    text = file.read_text()
+    assert re.search(r"^\| +\| 0\.30\.0 +\| 0\.31\.0 +\|$", text, re.MULTILINE)
+    assert re.search(r"^\| `takes_prefill_end` +\| - +\| yes +\|$", text, re.MULTILINE)
+    assert re.search(r"^\| `checkpoint` +\| R +\| P +\|$", text, re.MULTILINE)
+    assert "## no-undercount" not in text
+
+
 # ---- where the output goes -----------------------------------------------------------------------
 
 
@@ -262,13 +337,14 @@ def test_a_pipe_gets_lines_without_escapes(capproof: Capproof) -> None:
     done = capproof("prove", "--target", OLD, *FEW, FORCE_COLOR="1", COLUMNS="20")
 
     assert "\x1b" not in done.stdout
-    first, second, refuted, *_ = done.stdout.splitlines()
-    assert re.fullmatch(rf"{OLD} mamba-align checkpoint no-undercount PROVED \d+\.\d\d s", first)
-    assert re.fullmatch(rf"{OLD} mamba-align checkpoint exact-estimate REFUTED \d+\.\d\d s", second)
-    head = rf"REFUTED {OLD} checkpoint exact-estimate \(as expected\): B 1, H 1, S 0, K 1, "
+    first, second, _, _, refuted, *_ = done.stdout.splitlines()
+    assert re.fullmatch(rf"{OLD} mamba-align checkpoint dry-run-parity PROVED \d+\.\d\d s", first)
+    assert re.fullmatch(rf"{OLD} mamba-align checkpoint bounded-demand REFUTED \d+\.\d\d s", second)
+    head = rf"REFUTED {OLD} checkpoint bounded-demand \(as expected\): B 1, H 1, S 0, K 1, "
     assert re.match(head, refuted)
+    committed = REFUTATIONS / "bounded-demand-checkpoint-vllm-0-30-0.json"
     assert (
-        f"  capproof replay {SHOWN.relative_to(PROJECT_ROOT)} --target {OLD}"
+        f"  capproof replay {committed.relative_to(PROJECT_ROOT)} --target {OLD}"
         in done.stdout.splitlines()
     )
 
@@ -313,7 +389,7 @@ def test_a_terminal_gets_a_matrix_and_no_color_is_honoured(
     assert colour.search(shown)
     assert not colour.search(plain)
     for text in (shown, plain):
-        assert "exact-estimate" in text
+        assert "bounded-demand" in text
         assert "PROVED" in text
         assert f"{NEW} mamba-align" not in text
 
@@ -437,7 +513,7 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
         (["prove", "argument"], "unexpected extra argument"),
         (["prove", "--theorem", "no-such"], "unknown theorem 'no-such'; theorems: no-undercount"),
         (["prove", "--family", "no-such"], "unknown family 'no-such'; families: first"),
-        (["prove", "--family", "drafts"], "family drafts has no obligations yet"),
+        (["prove", "--matrix", "."], "--matrix .: a folder is there"),
         (["prove", "--manager", "no-such"], "unknown manager 'no-such'; modelled: mamba-align"),
         (["prove", "--manager", "full-attention"], "unknown manager 'full-attention'"),
         (["prove", "--target", "0.31.0"], "is not a target"),
