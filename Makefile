@@ -12,7 +12,7 @@ TEST := $(VENV)/.test
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup prove gen-tests conformance test check bench mutants clean
+.PHONY: help setup prove matrix gen-tests conformance test check bench mutants clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,6 +21,10 @@ setup: $(PROVE) ## make .venv with what proving needs: z3 and small libraries
 
 prove: $(PROVE) ## prove or refute each theorem for the default targets
 	$(BIN)/capproof prove
+
+matrix: $(PROVE) ## the same for every known release, into docs/matrix.md
+	$(BIN)/capproof prove --matrix docs/matrix.md \
+	  $$($(BIN)/capproof targets | sed -n 's/^\(vllm==[^ ]*\)  known.*/--target \1/p')
 
 gen-tests: $(PROVE) ## write generated_tests/ anew
 	$(BIN)/capproof gen-tests

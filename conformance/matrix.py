@@ -18,7 +18,7 @@ Verdicts = Mapping[tuple[str, str, str], str]
 _SYMBOLS = {"PROVED": "P", "REFUTED": "R", "NOT_APPLICABLE": "-"}
 _HEAD = """# What holds where
 
-Written by `capproof prove --matrix docs/matrix.md`; do not edit it. **P** is proved for all sizes,
+Written by `make matrix`; do not edit it. **P** is proved for all sizes,
 **R** refuted, **-** means that the theorem is not about such a step, or that the release has none.
 `spec/expectations.toml` says what each refutation comes from, `capproof explain THEOREM` what each
 theorem claims."""

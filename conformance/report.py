@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -28,7 +29,8 @@ def show_verdicts(console: Console, rows: Sequence[Row]) -> None:
     for target in dict.fromkeys(row["target"] for row in rows):
         of_target = [row for row in rows if row["target"] == target]
         table = _matrix(target, of_target)
-        is_narrow = console.measure(table).maximum <= console.width
+        unlimited = console.options.update(max_width=sys.maxsize)
+        is_narrow = console.measure(table, options=unlimited).maximum <= console.width
         console.print(table if is_narrow else _exceptions(target, of_target))
 
 

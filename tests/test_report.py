@@ -15,6 +15,7 @@ from rich.console import Console
 from conformance.replay import Outcome, Replay, StepSeen
 from conformance.report import (
     counterexample_line,
+    show_differences,
     show_replay,
     show_unproved,
     show_verdicts,
@@ -105,6 +106,8 @@ def test_a_pipe_gets_no_line_broken_and_no_escape() -> None:
         ("REFUTED", None, "  expected PROVED"),
         ("UNKNOWN", None, "  expected PROVED"),
         ("PROVED", None, ""),
+        ("NOT_APPLICABLE", None, ""),
+        ("NOT_APPLICABLE", "PROVED", "  expected PROVED"),
         ("REFUTED", "REFUTED", ""),
     ],
 )
@@ -134,6 +137,22 @@ def test_a_terminal_gets_a_matrix() -> None:
     (cells,) = (line for line in plain.splitlines() if "exact-estimate" in line)
     assert "REFUTED (expected PROVED)" in cells
     assert len(re.findall("no-undercount", plain)) == 2
+
+
+def test_a_terminal_too_narrow_for_the_matrix_gets_counts_and_exceptions() -> None:
+    """Many kinds of step need many columns; then a line per theorem says what is not proved."""
+    rows = [row(family=f"kind-{i}", tags=[]) for i in range(20)]
+    rows.append(row(family="hit-full", tags=[], verdict="REFUTED", expected="REFUTED"))
+    rows.append(row(family="drafts", tags=[], verdict="REFUTED", expected="PROVED"))
+    rows.append(row(family="resumed", tags=[], verdict="NOT_APPLICABLE", expected=None))
+
+    text = shown(show_verdicts, rows, force_terminal=True, color_system=None, width=100)
+
+    assert "kind-0" not in text
+    lines = [re.findall(r"[\w+()-]+", line) for line in text.splitlines()]
+    assert ["no-undercount", "20", "1", "hit-full", "REFUTED"] in lines
+    assert ["drafts", "REFUTED", "(expected", "PROVED)"] in lines
+    assert "resumed" not in text
 
 
 def test_no_color_is_honoured() -> None:
@@ -206,6 +225,54 @@ def test_what_is_undecided_says_why_once() -> None:
         f"UNSUPPORTED vllm==0.30.0 first+checkpoint no-undercount: {UNSUPPORTED['reason']}"
     )
     assert both.startswith("UNSUPPORTED vllm==0.30.0 2 obligations: vllm/v1/core/managers.py:100:")
+
+
+def test_what_is_not_applicable_says_why_once() -> None:
+    """It is no pass, and a surprise says what was expected."""
+    reason = "there are no checkpoint blocks before 0.29.0"
+    one = row(verdict="NOT_APPLICABLE", expected=None, reason=reason)
+    surprise = {**one, "theorem": "exact-estimate", "expected": "PROVED"}
+
+    assert shown(show_unproved, [one, one, surprise], {}).splitlines() == [
+        f"NOT_APPLICABLE vllm==0.30.0 2 obligations: {reason}",
+        "NOT_APPLICABLE vllm==0.30.0 first+checkpoint exact-estimate, expected PROVED: " + reason,
+    ]
+
+
+def compared(comparison: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "target": "path:x",
+        "baseline": TARGET,
+        "family": "promoted",
+        "tags": ["own-tail"],
+        "comparison": comparison,
+        "situation": None,
+        "estimates": None,
+        "reason": None,
+        **changes,
+    }
+
+
+def test_estimators_that_differ_are_shown_with_their_numbers() -> None:
+    """The least step where they differ is one line, and what is not so is counted."""
+    situation = {
+        "geometry": vars(Geometry(1, 1, 0, 1, 1, False)),
+        "call": vars(Call(4, 4, 1, 1)),
+    }
+    rows = [
+        compared("EQUAL"),
+        compared("DIFFER", situation=situation, estimates=[3, 2]),
+        compared("UNKNOWN", reason="canceled [/x]"),
+        compared("NOT_COMPARABLE", reason="no hit ends inside a block before 0.26.0"),
+    ]
+
+    head = f"estimates of path:x and {TARGET}"
+    assert shown(show_differences, rows).splitlines() == [
+        f"DIFFER {head}, promoted+own-tail: B 1, H 1, S 0, K 1, 1 tokens computed, then 4: 3 and 2",
+        f"UNKNOWN {head}, promoted+own-tail: canceled [/x]",
+        f"{head}: equal in 1 kinds of step, can differ in 1, undecided in 1, not in both targets 1",
+    ]
+    assert shown(show_differences, []) == ""
 
 
 @pytest.mark.parametrize("target", ["path:/[bold]x[/]", "path:/[/x]", "path:/:smile:"])
