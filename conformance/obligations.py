@@ -10,7 +10,7 @@ import shutil
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -41,7 +41,7 @@ NOT_APPLICABLE = "NOT_APPLICABLE"
 
 Row = dict[str, Any]
 #: Modules beside ours and the spec that rows depend on.
-_MADE_BY = ("obligations", "difference", "generate", "scenario")
+_MADE_BY = ("obligations", "generate", "scenario")
 #: A kind of step: a family with the tags that are told apart.
 Kind = tuple[str, tuple[str, ...]]
 
@@ -151,20 +151,41 @@ def compare(
     Raises:
         CoreError: As :func:`settle`.
     """
-    from conformance.difference import difference
-
     ((family, tags),) = part.kinds
     on_progress(f"{tree.target} and {baseline.target} {family} {' '.join(tags)}".strip())
-    ours, theirs = (_loaded(one, _fingerprint(one))[0] for one in (tree, baseline))
     row = {
         "target": tree.target,
         "baseline": baseline.target,
         "family": family,
         "tags": list(tags),
-        **difference(ours, theirs, family, tags).to_json(),
+        **_comparison(tree, baseline, family, tags),
     }
     if use_cache and row["comparison"] != "UNKNOWN":
         _Store(tree).write({_comparison_key(baseline, part): row})
+    return row
+
+
+def _comparison(tree: Tree, baseline: Tree, family: str, tags: tuple[str, ...]) -> Row:
+    """Return what is known: EQUAL for all sizes, DIFFER with the least step, or why neither."""
+    from models.compare import compare as compare_estimators
+    from models.lift import NotUnderstood
+
+    ours, theirs = (_loaded(one, _fingerprint(one))[0] for one in (tree, baseline))
+    row: Row = {"comparison": "EQUAL", "situation": None, "estimates": None, "reason": None}
+    for traits in (ours.traits, theirs.traits):
+        reason = traits.why_not(family, tags)
+        if reason is not None:
+            return {**row, "comparison": "NOT_COMPARABLE", "reason": reason}
+    try:
+        found = compare_estimators(ours, theirs, family, tags)
+    except NotUnderstood as error:
+        return {**row, "comparison": "UNKNOWN", "reason": str(error)}
+    if found.difference is not None:
+        estimates = [found.difference.estimate, found.difference.other_estimate]
+        situation = asdict(found.difference.situation)
+        return {**row, "comparison": "DIFFER", "situation": situation, "estimates": estimates}
+    if found.reason is not None:
+        return {**row, "comparison": "UNKNOWN", "reason": found.reason}
     return row
 
 

@@ -108,9 +108,9 @@ def show_differences(console: Console, rows: Sequence[Row]) -> None:
 def _difference_line(row: Row) -> str:
     if row["situation"] is None:
         return str(row["reason"])
-    ours, theirs = row["estimates"]
     step = _step_line(row["situation"]["geometry"], row["situation"]["call"])
-    return f"{step}: {ours} and {theirs}"
+    shown = ["it raises" if blocks is None else str(blocks) for blocks in row["estimates"]]
+    return f"{step}: {' and '.join(shown)}"
 
 
 def _step_line(geometry: Mapping[str, Any], call: Mapping[str, Any]) -> str:
