@@ -111,7 +111,9 @@ def prove(
     trees = _resolved(targets or DEFAULT_TARGETS)
     baseline = _resolved((against,))[0] if against else None
     wanted = [*trees, *([baseline] if baseline and baseline not in trees else [])]
-    rows = _settle_all(wanted, selection, use_cache=not no_cache, jobs=jobs)
+    rows = _settle_all(
+        wanted, selection, reads_cache=not no_cache, writes_cache=not no_cache, jobs=jobs
+    )
     differences = None
     if baseline is not None:
         rows = _expecting(rows, baseline.target, {tree.target for tree in trees})
@@ -148,29 +150,26 @@ def gen_tests(targets: tuple[str, ...], out: Path, against: str | None, check: b
     A test of what a target is not expected to break fails; of a known fault, it is a strict xfail.
     """
     from conformance import gen_tests as writing
-    from conformance.obligations import Selection, settle
+    from conformance.obligations import Selection
 
     console = _console()
+    jobs = os.cpu_count() or 1
     with _cannot_run_on(writing.GenTestsError):
         if not check:
             trees = _resolved(targets or DEFAULT_TARGETS)
+            rows = _settle_all(trees, Selection(), reads_cache=False, writes_cache=True, jobs=jobs)
+            found = {
+                tree.target: [row for row in rows if row["target"] == tree.target] for tree in trees
+            }
             with _progress() as on_progress, _ctrl_c_ends_at_once():
-                found = {
-                    tree.target: settle(tree, Selection(), on_progress=on_progress)
-                    for tree in trees
-                }
                 files = writing.generate_files(trees, found, on_progress, against=against)
             changed = writing.write(files, out)
             _print(console, f"{out}: {len(files)} files, {len(changed)} changed")
             return _show_surprises(console, found, against)
         differences = writing.check_rendering(out)
         trees = _resolved(targets or writing.committed_targets(out))
-        with _progress() as on_progress, _ctrl_c_ends_at_once():
-            rows = [
-                row
-                for tree in trees
-                for row in settle(tree, Selection(), use_cache=False, on_progress=on_progress)
-            ]
+        rows = _settle_all(trees, Selection(), reads_cache=False, writes_cache=False, jobs=jobs)
+        with _progress(), _ctrl_c_ends_at_once():
             differences += writing.check_verdicts(out, rows)
             differences += writing.check_scenarios(out, trees, rows)
     for difference in differences:
@@ -436,17 +435,17 @@ def _resolved(targets: Sequence[str]) -> list[Tree]:
 
 
 def _settle_all(
-    trees: Sequence[Tree], selection: Any, *, use_cache: bool, jobs: int
+    trees: Sequence[Tree], selection: Any, *, reads_cache: bool, writes_cache: bool, jobs: int
 ) -> list[dict[str, Any]]:
     """Return the rows of all targets in the catalogue's order, kept ones where there are any."""
-    from conformance.obligations import settle, settled_by_kind
+    from conformance.obligations import keep, settle, settled_by_part
 
     found = {
         (tree, part): rows
         for tree in trees
-        for part, rows in settled_by_kind(tree, selection, use_cache=use_cache).items()
+        for part, rows in settled_by_part(tree, selection, use_cache=reads_cache).items()
     }
-    _complete(found, partial(settle, use_cache=use_cache), jobs)
+    _complete(found, partial(settle, use_cache=False), keep if writes_cache else None, jobs)
     return [row for rows in found.values() for row in rows or ()]
 
 
@@ -454,7 +453,7 @@ def _compare_all(
     trees: Sequence[Tree], baseline: Tree, selection: Any, *, use_cache: bool, jobs: int
 ) -> list[dict[str, Any]]:
     """Return how each target's estimator compares with the baseline's, by kind of step."""
-    from conformance.obligations import compare, compared_by_kind
+    from conformance.obligations import compare, compared_by_kind, keep_comparison
 
     found = {
         (tree, part, baseline): row
@@ -462,46 +461,57 @@ def _compare_all(
         if tree != baseline
         for part, row in compared_by_kind(tree, baseline, selection, use_cache=use_cache).items()
     }
-    _complete(found, partial(compare, use_cache=use_cache), jobs)
+    _complete(found, compare, keep_comparison if use_cache else None, jobs)
     return [row for row in found.values() if row is not None]
 
 
-def _complete(found: dict[Any, Any], do: Callable[..., Any], jobs: int) -> None:
-    """Fill in the results that are None, in processes if there are several.
+def _complete(
+    found: dict[Any, Any],
+    do: Callable[..., Any],
+    keep: Callable[..., None] | None,
+    jobs: int,
+) -> None:
+    """Fill in the results that are None, each in a process of its own.
 
     Args:
         found: A result by work: the target, its part of the selection, and what else ``do`` takes.
         do: Does one work.
-        jobs: Number of processes.
+        keep: Keeps a work's result for later runs.
+        jobs: Number of processes at a time.
     """
     from conformance.obligations import check
-    from conformance.parallel import spread
+    from conformance.parallel import ProcessLost, spread
 
     missing = [work for work, result in found.items() if result is None]
-    with _progress() as on_progress:
-        if len(missing) > 1 and jobs > 1:
-            on_progress(f"{len(missing)} kinds of step in parallel")
-            for tree in dict.fromkeys(tree for tree, *_ in missing if tree.release is None):
-                check(tree)
-            done = spread(do, _longest_first(missing), jobs)
-            for number, (work, result) in enumerate(done, start=1):
-                found[work] = result
-                on_progress(f"{number} of {len(missing)} kinds of step done")
-        else:
-            with _ctrl_c_ends_at_once():
-                for work in missing:
-                    found[work] = do(*work, on_progress=on_progress)
+    with _progress() as on_progress, _cannot_run_on(ProcessLost):
+        if missing:
+            on_progress(f"{len(missing)} questions in {min(jobs, len(missing))} processes")
+        for tree in dict.fromkeys(tree for tree, *_ in missing if tree.release is None):
+            check(tree)
+        done = spread(do, _longest_first(missing), jobs)
+        for number, (work, result) in enumerate(done, start=1):
+            found[work] = result
+            if keep is not None:
+                keep(*work, result)
+            on_progress(f"{number} of {len(missing)} questions settled, last {_about(work)}")
+
+
+def _about(work: Any) -> str:
+    tree, part, *_ = work
+    ((family, tags),) = part.kinds
+    return f"{tree.target} {' with '.join((family, *tags))}"
 
 
 def _longest_first(works: Sequence[Any]) -> list[Any]:
-    """Order the work: target by target, since a process keeps few trees loaded."""
-    trees = list(dict.fromkeys(tree for tree, *_ in works))
-    return sorted(works, key=lambda work: (trees.index(work[0]), _cost_rank(*work[1].kinds[0])))
+    """Order the work so that no long one is begun when all others are done."""
+    return sorted(works, key=lambda work: _cost_rank(work[1]))
 
 
-def _cost_rank(family: str, tags: Sequence[str]) -> tuple[bool, ...]:
-    """A rank that is lower for kinds of step that take longer, by what makes them hard."""
-    return family not in _LONG_FAMILIES, "overwide" not in tags, not tags
+def _cost_rank(part: Any) -> tuple[bool, ...]:
+    """A rank that is lower for what takes longer, by what makes it hard."""
+    ((family, tags),) = part.kinds
+    is_gate = bool(part.theorems) and all(THEOREMS[slug].asks_gate for slug in part.theorems)
+    return not is_gate, family not in _LONG_FAMILIES, "overwide" not in tags
 
 
 @contextmanager

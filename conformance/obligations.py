@@ -55,19 +55,34 @@ class Selection:
     kinds: tuple[Kind, ...] = ()
 
     def by_kind(self) -> Iterator[Selection]:
-        """Yield the part of each kind of step, in the catalogue's order."""
-        wanted = [theorem for theorem in THEOREMS if theorem in (self.theorems or THEOREMS)]
+        """Yield what is asked of each kind of step, in the catalogue's order."""
+        theorems = tuple(slug for slug in THEOREMS if slug in (self.theorems or THEOREMS))
         for family, tags in OBLIGATIONS:
             in_kinds = not self.kinds or (family, tags) in self.kinds
-            if in_kinds and family in (self.families or (family,)) and wanted:
-                yield replace(self, kinds=((family, tags),))
+            if in_kinds and family in (self.families or (family,)) and theorems:
+                yield Selection((family,), theorems, ((family, tags),))
+
+    def parts(self) -> Iterator[Selection]:
+        """Yield what is settled together: of each kind of step, what is explored at once.
+
+        The order is the catalogue's, in which theorems about the gate are the last.
+        """
+        for part in self.by_kind():
+            (family,) = part.families
+            of_gate = tuple(
+                slug
+                for slug in part.theorems
+                if THEOREMS[slug].asks_gate and THEOREMS[slug].why_not(family) is None
+            )
+            others = tuple(slug for slug in part.theorems if slug not in of_gate)
+            for theorems in filter(None, (others, of_gate)):
+                yield replace(part, theorems=theorems)
 
     def obligations(self) -> Iterator[tuple[str, tuple[str, ...], str]]:
         """Yield family, tags and theorem of each obligation, in the catalogue's order."""
-        for part in self.by_kind():
-            for theorem in THEOREMS:
-                if theorem in (self.theorems or THEOREMS):
-                    yield *part.kinds[0], theorem
+        for part in self.parts():
+            for theorem in part.theorems:
+                yield *part.kinds[0], theorem
 
 
 def settle(
@@ -84,20 +99,25 @@ def settle(
     Args:
         tree: The target.
         selection: Which obligations.
-        use_cache: Whether to keep the rows for :func:`settled_before`, a kind of step at a time.
+        use_cache: Whether to :func:`keep` the rows, part by part.
         on_progress: Told what is being worked on.
 
     Raises:
         CoreError: The tree cannot be loaded, or lacks a symbol that a step needs.
     """
     rows = []
-    for part in selection.by_kind():
+    for part in selection.parts():
         found = sorted(_prove(tree, part, on_progress), key=_place_in_catalogue)
-        if use_cache:
-            decided = [row for row in found if row["verdict"] != "UNKNOWN"]
-            _Store(tree).write({_key_of(row): row for row in decided})  # the rest may get further
         rows += [_complete(tree, row) for row in found]
+        if use_cache:
+            keep(tree, part, found)
     return rows
+
+
+def keep(tree: Tree, part: Selection, rows: Sequence[Row]) -> None:
+    """Keep rows for :func:`settled_by_part`, but those that the next run may get further with."""
+    decided = [row for row in rows if row["verdict"] != "UNKNOWN"]
+    _Store(tree).write({_key_of(row): _incomplete(row) for row in decided})
 
 
 def _place_in_catalogue(row: Row) -> int:
@@ -115,15 +135,15 @@ def check(tree: Tree) -> None:
 
 def settled_before(tree: Tree, selection: Selection) -> list[Row] | None:
     """Return the rows of an earlier run, None unless all are there and nothing has changed."""
-    parts = settled_by_kind(tree, selection).values()
+    parts = settled_by_part(tree, selection).values()
     return None if None in parts else [row for rows in parts for row in rows or ()]
 
 
-def settled_by_kind(
+def settled_by_part(
     tree: Tree, selection: Selection, *, use_cache: bool = True
 ) -> dict[Selection, list[Row] | None]:
     """Return the rows of earlier runs by part of the selection, None where one is missing."""
-    parts = {part: [_key(*one) for one in part.obligations()] for part in selection.by_kind()}
+    parts = {part: [_key(*one) for one in part.obligations()] for part in selection.parts()}
     kept = _Store(tree).read([key for keys in parts.values() for key in keys]) if use_cache else {}
     return {
         part: [_complete(tree, kept[key]) for key in keys] if kept.keys() >= set(keys) else None
@@ -135,9 +155,6 @@ def compare(
     tree: Tree,
     part: Selection,
     baseline: Tree,
-    *,
-    use_cache: bool = True,
-    on_progress: Callable[[str], None] = lambda text: None,
 ) -> Row:
     """Return a row on whether two targets' estimates can differ in one kind of step.
 
@@ -145,24 +162,24 @@ def compare(
         tree: The target.
         part: The kind of step, of :meth:`Selection.by_kind`.
         baseline: The other target.
-        use_cache: Whether to keep the row for :func:`compared_by_kind`.
-        on_progress: Told what is being worked on.
 
     Raises:
         CoreError: As :func:`settle`.
     """
     ((family, tags),) = part.kinds
-    on_progress(f"{tree.target} and {baseline.target} {family} {' '.join(tags)}".strip())
-    row = {
+    return {
         "target": tree.target,
         "baseline": baseline.target,
         "family": family,
         "tags": list(tags),
         **_comparison(tree, baseline, family, tags),
     }
-    if use_cache and row["comparison"] != "UNKNOWN":
+
+
+def keep_comparison(tree: Tree, part: Selection, baseline: Tree, row: Row) -> None:
+    """Keep a row for :func:`compared_by_kind`, unless the next run may get further."""
+    if row["comparison"] != "UNKNOWN":
         _Store(tree).write({_comparison_key(baseline, part): row})
-    return row
 
 
 def _comparison(tree: Tree, baseline: Tree, family: str, tags: tuple[str, ...]) -> Row:
@@ -245,6 +262,11 @@ def _complete(tree: Tree, row: Row) -> Row:
     family = where(row["family"], row["tags"])
     wanted = expected(tree.target, MANAGER, family, row["theorem"])
     return {"target": tree.target, **row, "expected": wanted}
+
+
+def _incomplete(row: Row) -> Row:
+    """A row without what it is known by, and what depends on more than the tree."""
+    return {key: value for key, value in row.items() if key not in ("target", "expected")}
 
 
 def _check_own_methods(tree: Tree) -> None:
