@@ -450,10 +450,7 @@ def _fingerprint(tree: Tree) -> str:
     add("versions", f"{SCHEMA} {platform.python_version()} {version('z3-solver')}".encode())
     ours = [Path(package.__file__ or "").parent for package in (spec, models)]
     files = [file for folder in ours for file in sorted(folder.glob("*.py"))]
-    files += [
-        Path(__file__),
-        *map(Path(__file__).with_name, ("difference.py", "generate.py", "scenario.py")),
-    ]
+    files += [Path(__file__).with_name(f"{name}.py") for name in _MADE_BY]
     for file in files:
         add(f"{file.parent.name}/{file.name}", file.read_bytes())
     for module in sorted(CORE_MODULES):
