@@ -483,9 +483,10 @@ def _complete(
     from conformance.parallel import ProcessLost, spread
 
     missing = [work for work, result in found.items() if result is None]
+    if not missing:
+        return
     with _progress() as on_progress, _cannot_run_on(ProcessLost):
-        if missing:
-            on_progress(f"{len(missing)} questions in {min(jobs, len(missing))} processes")
+        on_progress(f"{len(missing)} questions in {min(jobs, len(missing))} processes")
         for tree in dict.fromkeys(tree for tree, *_ in missing if tree.release is None):
             check(tree)
         done = spread(do, _longest_first(missing), jobs)

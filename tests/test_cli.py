@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from conformance import cli, obligations
+from conformance import cli, obligations, parallel
 from conformance.expectations import expected, where
-from conformance.obligations import Selection, settled_by_kind
+from conformance.obligations import Selection, settled_by_part
 from conformance.replay import PROJECT_ROOT
 from conformance.scenario import dumps, load
 from conformance.targets import CORE_FILE, DEFAULT_TARGETS, KNOWN_RELEASES, resolve
@@ -238,13 +238,13 @@ def test_the_second_run_reads_and_no_cache_proves_again(
 ) -> None:
     """What has not changed is not proved again unless that is asked for."""
     first, second = tmp_path / "first.json", tmp_path / "second.json"
-    asked = ["prove", "--target", OLD, *FEW, "--jobs", "1", "--json"]
+    asked = ["prove", "--target", OLD, *FEW, "--json"]
     cli.run([*asked, str(first)])
 
     def refuse(*arguments: object) -> None:
         raise AssertionError("something was proved")
 
-    monkeypatch.setattr(obligations, "_prove", refuse)
+    monkeypatch.setattr(parallel, "spread", refuse)
     assert cli.run([*asked, str(second)]) == 0
     assert rows_in(second) == rows_in(first)
     with pytest.raises(AssertionError, match="something was proved"):
@@ -311,7 +311,7 @@ def test_an_interrupted_run_is_taken_up_where_it_was_left(
     assert "stopped; nothing half-written is left" in one_line(err)
     assert is_over(process.pid)
 
-    kept = settled_by_kind(resolve("vllm==0.24.0"), Selection()).values()
+    kept = settled_by_part(resolve("vllm==0.24.0"), Selection()).values()
     assert len([rows for rows in kept if rows is not None]) >= 3
 
 

@@ -20,9 +20,10 @@ from conformance.obligations import (
     compared_by_kind,
     document,
     is_as_expected,
+    keep_comparison,
     settle,
     settled_before,
-    settled_by_kind,
+    settled_by_part,
     summary,
 )
 from conformance.replay import Outcome, replay_in
@@ -229,6 +230,15 @@ def test_a_selection_falls_into_kinds_of_step() -> None:
     assert [one for part in parts for one in part.obligations()] == list(selection.obligations())
 
 
+def test_theorems_about_the_gate_are_a_part_of_their_own() -> None:
+    """They are about steps that are explored anew, with the gate asked before."""
+    first, gate, running = Selection(kinds=(KINDS[0], KINDS[2])).parts()
+
+    assert (first.kinds, gate.kinds, running.kinds) == (KINDS[:1], KINDS[:1], KINDS[2:3])
+    assert gate.theorems == ("gate-covers-first-step",)
+    assert first.theorems + gate.theorems == running.theorems == tuple(THEOREMS)
+
+
 def test_what_is_not_applicable_is_counted_apart() -> None:
     """A summary says how much is proved, and nothing else passes for it."""
     verdicts = ["PROVED", "PROVED", "REFUTED", "UNKNOWN", "NOT_APPLICABLE"]
@@ -283,6 +293,8 @@ def test_a_comparison_is_read_again_until_either_target_changes(copy_tree: CopyT
     assert list(compared_by_kind(ours, theirs, ONE).values()) == [None]
 
     rows = [compare(ours, part, theirs) for part in ONE.by_kind()]
+    for part, row in zip(ONE.by_kind(), rows, strict=True):
+        keep_comparison(ours, part, theirs, row)
 
     assert list(compared_by_kind(ours, theirs, ONE).values()) == rows
     assert list(compared_by_kind(theirs, ours, ONE).values()) == [None]
@@ -291,7 +303,7 @@ def test_a_comparison_is_read_again_until_either_target_changes(copy_tree: CopyT
 
 
 def compared(tree: Tree, baseline: Tree, selection: Selection) -> list[Row]:
-    return [compare(tree, part, baseline, use_cache=False) for part in selection.by_kind()]
+    return [compare(tree, part, baseline) for part in selection.by_kind()]
 
 
 # ---- trees that cannot be judged -----------------------------------------------------------------
@@ -391,7 +403,7 @@ def test_what_was_settled_before_a_failure_is_kept(
     with pytest.raises(KeyboardInterrupt):
         settle(tree, selection)
 
-    kept = settled_by_kind(tree, selection).values()
+    kept = settled_by_part(tree, selection).values()
     assert [rows is not None for rows in kept] == [True, False]
 
 
