@@ -343,13 +343,13 @@ class _OfOneKind:
         return self.tree.traits
 
     def explorations_of(
-        self, family: str, tags: tuple[str, ...], *, asks_gate: bool = False
+        self, family: str, tags: tuple[str, ...], **asks: bool
     ) -> Sequence[Exploration]:
         from models.lift import NotUnderstood
 
         if (family, tags) != self.kind:
             raise NotUnderstood("not asked for")
-        return self.tree.explorations_of(family, tags, asks_gate=asks_gate)
+        return self.tree.explorations_of(family, tags, **asks)
 
 
 class _RealCode:
