@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from spec.assumptions import ASSUMPTIONS, OF_SOME_RELEASES, Assumption
+from spec.assumptions import ASSUMPTIONS, OF_SOME_RELEASES, OF_THE_GATE, Assumption
 from spec.families import FAMILIES, Family
 from spec.theorems import OBLIGATIONS, THEOREMS, Theorem
 
-_ALL_ASSUMPTIONS = (*ASSUMPTIONS, *OF_SOME_RELEASES)
+_ALL_ASSUMPTIONS = (*ASSUMPTIONS, *OF_SOME_RELEASES, *OF_THE_GATE)
 
 
 def explanation(slug: str) -> str | None:
@@ -45,7 +45,11 @@ def _theorem(theorem: Theorem) -> str:
             f"Source: {theorem.source}.",
             "",
             "Assumptions:",
-            *(f"  {a.slug}: {a.sentence}" for a in _ALL_ASSUMPTIONS),
+            *(
+                f"  {assumption.slug}: {assumption.sentence}"
+                for assumption in _ALL_ASSUMPTIONS
+                if theorem.asks_gate or assumption not in OF_THE_GATE
+            ),
         )
     )
 

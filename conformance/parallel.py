@@ -10,7 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from typing import Any, TypeVar
@@ -88,7 +88,7 @@ def _do(sending: Connection, do: Callable[..., Any], work: tuple[Any, ...]) -> N
         answer = do(*work), None
     except Exception as error:
         answer = None, error
-    with sending:
+    with sending, suppress(BrokenPipeError):  # nobody waits any more
         sending.send(answer)
 
 
