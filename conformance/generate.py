@@ -243,7 +243,18 @@ def _with_table(situation: Situation) -> Request:
     if is_overwide(situation):
         columns = situation.table_length - geometry.num_speculative_blocks
         covered = (columns - 1) * geometry.block_size + 1
-    origin = Origin(num_external_tokens=covered, loads_asynchronously=True)
+    loaded = (covered - 1) // geometry.block_size * geometry.block_size + 1
+    origin = Origin(
+        num_external_tokens=loaded if situation.was_parked else covered, loads_asynchronously=True
+    )
+    if situation.was_parked:  # loaded up to the first token of its last column, then computed
+        return Request(
+            geometry,
+            (loaded, covered, call.num_tokens_main_model),
+            origin=origin,
+            num_computed_tokens=computed if covered != computed else 0,
+            owns_partial_tail=situation.owns_partial_tail,
+        )
     # A tail lies in a block of its own, which the step that made the table longer left behind.
     has_both = situation.owns_partial_tail and covered != computed
     return Request(
@@ -612,6 +623,18 @@ def _pending_is_left(situation: Situation) -> Any:
     pending = situation.has_left_over_checkpoint
     if isinstance(situation.table_length, int) or situation.parked is True:
         return negation(pending)
+    if isinstance(situation.was_parked, term.Bool):
+        return _kept_by_first_step(situation, pending) & _can_have_been_parked(situation)
+    return _kept_by_first_step(situation, pending)
+
+
+def _can_have_been_parked(situation: Situation) -> Any:
+    """A parked request whose column is as long as a load made it has computed a token since."""
+    behind_first = negation((_covered(situation) - 1) % situation.geometry.block_size == 0)
+    return negation(situation.was_parked) | (behind_first & negation(is_overwide(situation)))
+
+
+def _kept_by_first_step(situation: Situation, pending: Any) -> Any:
     covered = _covered(situation)
     # Two steps make a table that is too long and holds a tail; the first one caches the tail.
     start = situation.call.total_computed_tokens if situation.owns_partial_tail is True else 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 from models import smt, term
 from models.evaluate import Evaluator
@@ -67,6 +69,7 @@ def _compare(one: Exploration, other: Exploration) -> Comparison:
     differs = term.negation(_estimate(one) == _estimate(other))
     question = smt.Question()
     question.add(*one.assumptions.values(), *other.assumptions.values(), differs)
+    question.add(*_same(one.situation, other.situation))
     result = question.ask()
     if result.answer is smt.Answer.UNKNOWN:
         return Comparison(reason=result.reason)
@@ -76,6 +79,20 @@ def _compare(one: Exploration, other: Exploration) -> Comparison:
     evaluator = Evaluator(values)
     found = [_none_if_raised(evaluator.number(_estimate(each))) for each in (one, other)]
     return Comparison(Difference(in_numbers(one.situation, evaluator), *found))
+
+
+#: What two releases say in other words of one and the same request.
+_IN_OTHER_WORDS = ("num_tokens_behind_checkpoint",)
+
+
+def _same(one: Any, other: Any) -> Iterator[BoolLike]:
+    """Equations of two situations: what is fixed in one tree may be free in the other."""
+    for field in fields(one):
+        a, b = getattr(one, field.name), getattr(other, field.name)
+        if is_dataclass(a):
+            yield from _same(a, b)
+        elif field.name not in _IN_OTHER_WORDS:
+            yield term.int_of(a) == term.int_of(b)
 
 
 #: Stands for the estimate of a step that raised before there was one.

@@ -268,9 +268,10 @@ def explore(
         asks_gate=asks_gate,
         checkpoint_blocks=checkpoint_blocks,
     )
+    if _has_own_table(situation) and forgets_parked(core, traits):
+        situation = replace(situation, was_parked=term.bool_var("was_parked"))
     extra = (*traits.assumptions(), *(OF_THE_GATE if asks_gate else ()))
     assumptions = _assumptions(situation, family, tags, extra)
-    may_be_forgotten = _has_own_table(situation) and forgets_parked(core, traits)
     question = smt.Question(assumptions)
     paths: list[PathSummary] = []
     samples: list[Mapping[str, Any]] = []
@@ -291,9 +292,7 @@ def explore(
             raise MaybeMissingPaths(f"{family}: paths may be missing: {result.reason}")
         if len(paths) == MAX_PATHS:
             raise NotUnderstood(f"{core.file_of(MANAGERS)}: more than {MAX_PATHS} paths")
-        make = partial(
-            StepRun, core, traits, situation, asks_gate=asks_gate, may_be_forgotten=may_be_forgotten
-        )
+        make = partial(StepRun, core, traits, situation, asks_gate=asks_gate)
         run = StepRun.removal if asks_removal else StepRun.step
         summary = _run(core, make, run, tuple(assumptions.values()), result.values)
         paths.append(summary)

@@ -137,6 +137,7 @@ def values_of(situation: Situation) -> Mapping[str, Any]:
         "hit_is_evictable": situation.hit_is_evictable,
         "hit_is_of_this_step": situation.hit_is_of_this_step,
         "num_excess_columns": excess if situation.table_length else 0,
+        "was_parked": situation.was_parked,
         "num_request_tokens": situation.num_request_tokens,
         "prefill_end": call.prefill_end,
         "prefill_length": situation.prefill_length,
@@ -177,4 +178,6 @@ def after(situation: Situation, *, num_tokens: int, prefill_length: int) -> Situ
         prefill_length=prefill_length,
         num_request_tokens=situation.num_request_tokens,
         parked=situation.loads_asynchronously,
+        was_parked=(situation.parked or situation.was_parked)
+        and not intended.adds_columns(situation),
     )

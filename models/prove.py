@@ -28,6 +28,7 @@ MANAGER = "mamba-align"
 _LEAST_FIRST = (
     "has_checkpoint_before",
     "has_column_to_retire_before",
+    "was_parked",
     "hit_is_of_this_step",
     "hit_is_evictable",
     "num_prefill_checkpoint_blocks",
@@ -366,7 +367,7 @@ def variables_in_order() -> list[term.IntLike]:
     declared = {a.args[0]: a for a in term.ATOMS if a.kind == "var"}
     order: list[term.IntLike] = []
     for name in _LEAST_FIRST:
-        if name.startswith(("has_", "hit_is_")):
+        if name.startswith(("has_", "hit_is_", "was_")):
             order.append(term.int_of(term.bool_var(name)))
         elif name in declared:
             order.append(term.int_var(name, declared[name].low, declared[name].high))

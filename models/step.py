@@ -92,8 +92,6 @@ class StepRun:
         traits: What its manager knows.
         situation: What the step is asked, and the state that it starts from.
         asks_gate: Whether the full-sequence gate is asked before.
-        may_be_forgotten: Whether the request may have been parked, by a release that then forgets
-            that it has blocks, and may have added no column since.
     """
 
     def __init__(
@@ -103,7 +101,6 @@ class StepRun:
         situation: Situation,
         *,
         asks_gate: bool = False,
-        may_be_forgotten: bool = False,
     ) -> None:
         self.situation = situation
         self._traits, self._asks_gate = traits, asks_gate
@@ -136,9 +133,8 @@ class StepRun:
         elif not isinstance(situation.table_length, int):
             self._admit(parked=situation.parked is True)
             self.manager.req_to_blocks[REQUEST] = table_before(situation)
-            without_drafts = may_be_forgotten and geometry.num_speculative_blocks == 0
-            if without_drafts and term.bool_var("was_parked_before"):
-                self.manager._allocated_block_reqs.discard(REQUEST)
+            if situation.was_parked is not False:
+                self._may_be_forgotten()
         self._let_checkpoint_be_any()
         if situation.owns_partial_tail is True:
             self._own_partial_tail()
@@ -326,6 +322,12 @@ class StepRun:
     def _returned_new_columns(self, returned: Table, table: Table) -> BoolLike:
         adopts = self.situation.num_hit_blocks > 0 or self.situation.num_external_tokens > 0
         return True if adopts else _are_columns(returned, table, self.situation.table_length)
+
+    def _may_be_forgotten(self) -> None:
+        """A parked request without speculative blocks is not known to have blocks yet."""
+        without_drafts = self.situation.geometry.num_speculative_blocks == 0
+        if without_drafts and self.situation.was_parked:
+            self.manager._allocated_block_reqs.discard(REQUEST)
 
     def _let_checkpoint_be_any(self) -> None:
         """An estimate whose check fails leaves its checkpoint behind, so even an admission may."""

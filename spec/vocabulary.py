@@ -83,6 +83,9 @@ class Situation:
     """Whether the external tokens arrive in a later step."""
     parked: BoolLike = False
     """Whether the table was made by an asynchronous load and nothing is computed yet."""
+    was_parked: BoolLike = False
+    """Whether an asynchronous load made the table and no step has added a column since; only some
+    releases can tell."""
     preempted: BoolLike = False
     """Whether the request ran before and lost its blocks."""
     has_left_over_checkpoint: BoolLike = False
