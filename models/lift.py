@@ -6,7 +6,7 @@ such sample, the paths are all there is. That last answer is part of the proof.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path as FilePath
@@ -39,6 +39,8 @@ from spec.vocabulary import Call, Geometry, Situation, Step
 
 #: Families whose requests may have external tokens.
 _WITH_EXTERNAL = ("external-sync", "external-async", "resumed")
+#: Tokens in a block, and blocks in a hit, of the samples that are looked for first.
+_SMALL_SIZE = 6
 #: More paths than any family has by an order of magnitude; beyond it a family is UNSUPPORTED.
 MAX_PATHS = 2_000
 #: What a term or a modelled container raises where Python's own would.
@@ -273,10 +275,13 @@ def explore(
     extra = (*traits.assumptions(), *(OF_THE_GATE if asks_gate else ()))
     assumptions = _assumptions(situation, family, tags, extra)
     question = smt.Question(assumptions)
+    small = tuple(_small(situation))
     paths: list[PathSummary] = []
     samples: list[Mapping[str, Any]] = []
     while True:
-        result = question.ask()
+        result = question.ask(*small)
+        if result.answer is not smt.Answer.SAT:
+            result = question.ask()
         if result.answer is smt.Answer.UNKNOWN and paths:
             result = _side_by_side(assumptions, paths)
         if result.answer is smt.Answer.UNSAT:
@@ -298,6 +303,14 @@ def explore(
         paths.append(summary)
         samples.append(result.values)
         question.add(term.negation(summary.condition))
+
+
+def _small(situation: Situation) -> Iterator[BoolLike]:
+    """Sizes among which a sample is found sooner, where there is one."""
+    for name in ("block_size", "hash_block_size", "prefill_checkpoint_alignment"):
+        yield getattr(situation.geometry, name) <= _SMALL_SIZE
+    yield situation.call.num_tokens_main_model <= _SMALL_SIZE**2
+    yield situation.num_hit_blocks <= _SMALL_SIZE
 
 
 def _has_own_table(situation: Situation) -> bool:

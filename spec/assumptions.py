@@ -166,7 +166,7 @@ PARKED_TAIL_ENDS_TABLE = Assumption(
     "v1/core/single_type_kv_cache_manager.py, "
     "SingleTypeKVCacheManager.allocate_external_computed_blocks leaves null blocks before it, of "
     "which MambaManager._cache_partial_tail_block records none",
-    lambda s: implies(s.parked & s.owns_partial_tail, negation(is_overwide(s))),
+    lambda s: implies((s.parked | s.was_parked) & s.owns_partial_tail, negation(is_overwide(s))),
 )
 LEFT_OVER_NEEDS_CHECKPOINT_BLOCKS = Assumption(
     "left-over-needs-checkpoint-blocks",
