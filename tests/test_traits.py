@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import pytest
@@ -93,7 +94,7 @@ def test_assumptions_are_in_force_where_their_reason_says(
 def test_a_reason_names_the_releases_that_it_is_about(assumption: object) -> None:
     """The first or the last release, or the one after it, stands in the reason."""
     first, last = IN_FORCE[assumption.slug]  # type: ignore[attr-defined]
-    following = dict(zip(RELEASES, RELEASES[1:], strict=False)).get(last)
+    following = dict(itertools.pairwise(RELEASES)).get(last)
     if first == RELEASES[0]:
         words = [f"before {following} "]
     elif last == RELEASES[-1]:
@@ -108,7 +109,7 @@ def test_a_reason_names_the_releases_that_it_is_about(assumption: object) -> Non
 def test_a_kind_of_step_is_left_out_only_where_there_is_none(
     lifted_trees: Mapping[str, LiftedTree], release: str
 ) -> None:
-    """Partial hits and tails came with 0.26.0, checkpoints with 0.29.0, both at once with 0.30.0."""
+    """Partial tails came with 0.26.0, checkpoints with 0.29.0, and both at once with 0.30.0."""
     traits = lifted_trees[release].traits
     for kind in OBLIGATIONS:
         assert (traits.why_not(*kind) is None) is has_kind(release, kind), kind
