@@ -247,8 +247,10 @@ def test_an_exploration_that_the_solver_cannot_finish_is_unknown(
 
     obligations = list(prove(LiftedTree(trees["0.31.0"]), families=["running"]))
 
-    assert {obligation.verdict for obligation in obligations} == {Verdict.UNKNOWN}
-    assert all("paths may be missing" in str(o.reason) for o in obligations)
+    asked = [o for o in obligations if o.verdict is not Verdict.NOT_APPLICABLE]
+
+    assert {obligation.verdict for obligation in asked} == {Verdict.UNKNOWN}
+    assert all("paths may be missing" in str(o.reason) for o in asked)
 
 
 def test_an_unknown_witness_is_unknown(explored: Explored, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +324,8 @@ from models.predict import LiftedTree
 from models.prove import prove
 found = {}
 for root in map(Path, sys.argv[1:]):
-    for o in prove(LiftedTree(root), families=["checkpoint"], theorems=["exact-estimate", "matches-intended"]):
+    names = ["exact-estimate", "matches-intended"]
+    for o in prove(LiftedTree(root), families=["checkpoint"], theorems=names):
         c = o.counterexample
         found[f"{root} {o.theorem}"] = (o.verdict.value, sorted(o.assumptions), repr(c))
 print(json.dumps(found))
