@@ -28,7 +28,7 @@ from conformance.generate import (
 from conformance.replay import PROJECT_ROOT, Outcome, replay
 from conformance.scenario import Scenario, dumps, load, loads
 from conformance.targets import DEFAULT_TARGETS, resolve
-from models import intended, smt
+from models import intended, smt, term
 from models.evaluate import Evaluator
 from models.lift import Exploration, PathSummary, Variant
 from models.predict import LiftedTree, _variant_of, obligation_of, values_of
@@ -163,11 +163,12 @@ def test_predictions_are_the_lifted_codes(lifted: Mapping[str, LiftedTree]) -> N
 def is_out_of_reach(exploration: Exploration, path: PathSummary) -> bool:
     """Whether no life from an empty pool takes a path: neither it nor another request leads there.
 
-    A hit of this same step needs another request.
+    A hit of this same step needs another request, and what an earlier load changes a longer life.
     """
     on_path = (*exploration.assumptions.values(), path.condition, _is_reached(exploration))
     question = smt.Question()
     question.add(*on_path, negation(exploration.situation.hit_is_of_this_step))
+    question.add(negation(term.bool_var("was_parked_before")))
     return question.ask().answer is smt.Answer.UNSAT
 
 
