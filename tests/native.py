@@ -220,7 +220,7 @@ def compared(situation: Situation, expected: Step, seen: Step) -> set[str]:
     if expected.raised is not None:
         reached = {n for n in ("dry_run", "estimate", "drawn") if getattr(seen, n) is not None}
         return {"raised", *reached}
-    names = set(vars(expected)) - {"deferred"}
+    names = set(vars(expected)) - {"deferred", "removal_kept_state", "removed_blocks"}
     if seen.checkpoint_position is None:
         # 0.29.0 keeps how many blocks a pending checkpoint takes, and not where it lies.
         names -= {"checkpoint_position", "checkpoint_column", "checkpoint_block_is_held"}

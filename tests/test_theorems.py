@@ -25,6 +25,7 @@ FIRST = Situation(GEOMETRY, Call(40, 40, 0, 0), 0, 40)
 STEP = Step(
     *(5, 5, 5, 6, True),
     gate=5,
+    removed_blocks=True,
     checkpoint_is_pending=True,
     checkpoint_position=36,
     checkpoint_column=1,
@@ -44,7 +45,8 @@ def test_a_theorem_is_complete(slug: str) -> None:
     assert re.fullmatch(r"Unsat iff .*; a model is .*\.", theorem.unsat_iff)
     assert theorem.source
     assert theorem.witness(FIRST, STEP) is True
-    assert theorem.witness(FIRST, replace(STEP, estimate=0, drawn=0)) is False
+    idle = replace(STEP, estimate=0, drawn=0, removed_blocks=False)
+    assert theorem.witness(FIRST, idle) is False
     assert theorem.claim(FIRST, STEP, POOL, NEED) is True
 
 
@@ -82,6 +84,7 @@ BREAKS: list[tuple[dict[str, object], set[str]]] = [
     ({"column_to_retire": 0}, {"retirement-recorded"}),
     ({"tail_is_held": False}, {"state-invariant"}),
     ({"gate": 4}, {"gate-covers-first-step"}),
+    ({"removal_kept_state": False}, {"removal-keeps-state"}),
 ]
 
 
@@ -133,6 +136,7 @@ def test_a_step_that_was_put_off_is_no_fault(slug: str) -> None:
 def test_a_theorem_that_is_not_about_every_family_says_why() -> None:
     """Which families a theorem is about is written down, with a reason for the others."""
     assert {slug: t.families for slug, t in THEOREMS.items() if t.families} == {
+        "removal-keeps-state": ("promoted", "running", "checkpoint", "own-tail", "drafts"),
         "new-columns-returned": ("first", "running", "checkpoint", "own-tail", "drafts"),
         "gate-covers-first-step": (
             "first",
