@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 from conformance.cases import known_cases
 from conformance.driver import Driver, core_driver
 from conformance.generate import (
+    _IN_ALL_SETTINGS,
+    _WITH_EDGES,
     EDGE_SIZES,
     MAX_TOKENS,
     Request,
     _is_reached,
+    _stands_for_others,
     cases,
     collect,
     paths_and_edges,
@@ -173,12 +176,16 @@ def is_out_of_reach(exploration: Exploration, path: PathSummary) -> bool:
 
 
 def untaken(target: str, tree: LiftedTree, situations: Sequence[Situation]) -> list[object]:
-    """Paths of a target that none of the situations takes, and that some life does."""
+    """Paths of a target that none of the situations takes, and that some life does.
+
+    Others than those that stand for them, and for other settings, are not counted.
+    """
     found = []
     for family, tags, variant, exploration in tree.explorations():
-        keeps_checkpoint = "checkpoint" in (family, *tags)
-        if variant != Variant() and not keeps_checkpoint:
+        is_plain = variant == Variant()
+        if not is_plain and (family, tags) not in _IN_ALL_SETTINGS:
             continue
+        stands_for_itself = is_plain and family in _WITH_EDGES and "overwide" not in tags
         values = [
             {**values_of(last), "has_checkpoint_before": kept}
             for last in situations
@@ -190,6 +197,7 @@ def untaken(target: str, tree: LiftedTree, situations: Sequence[Situation]) -> l
         found += [
             (target, family, tags, variant, number)
             for number, path in enumerate(exploration.paths, start=1)
+            if stands_for_itself or _stands_for_others(exploration.samples[number - 1])
             if not any(e.truth(path.condition) for e in asked)
             and not is_out_of_reach(exploration, path)
         ]
