@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -15,12 +15,16 @@ from hypothesis import HealthCheck, settings
 from conformance.replay import PROJECT_ROOT
 from conformance.targets import CORE_FILE, resolve
 from models.loader import CORE_MODULES
+from models.predict import LiftedTree
 
 #: A slow machine is no failure of the property under test.
 settings.register_profile(
     "any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any-machine")
+
+#: Releases with align mode.
+RELEASES = tuple(f"0.{minor}.0" for minor in range(24, 34))
 
 CopyTree = Callable[..., Path]
 Capproof = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -30,6 +34,52 @@ Capproof = Callable[..., "subprocess.CompletedProcess[str]"]
 def trees() -> Mapping[str, Path]:
     """Folders holding `vllm/`, by release: the one with vLLM #57050's fault, and its fix."""
     return {release: resolve(f"vllm=={release}").root for release in ("0.30.0", "0.31.0")}
+
+
+class ReleaseTrees(Mapping[str, Path]):
+    """Folders holding `vllm/`, by release, each fetched when it is first asked for."""
+
+    def __getitem__(self, release: str) -> Path:
+        if release not in RELEASES:
+            raise KeyError(release)
+        return resolve(f"vllm=={release}").root
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(RELEASES)
+
+    def __len__(self) -> int:
+        return len(RELEASES)
+
+
+class LiftedTrees(Mapping[str, LiftedTree]):
+    """Releases whose families are explored, each tree and each family once in a session."""
+
+    def __init__(self, trees: Mapping[str, Path]) -> None:
+        self._trees = trees
+        self._lifted: dict[str, LiftedTree] = {}
+
+    def __getitem__(self, release: str) -> LiftedTree:
+        if release not in self._lifted:
+            self._lifted[release] = LiftedTree(self._trees[release])
+        return self._lifted[release]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._trees)
+
+    def __len__(self) -> int:
+        return len(self._trees)
+
+
+@pytest.fixture(scope="session")
+def release_trees() -> Mapping[str, Path]:
+    """Folders holding `vllm/`, by release: all that align mode is proved of."""
+    return ReleaseTrees()
+
+
+@pytest.fixture(scope="session")
+def lifted_trees(release_trees: Mapping[str, Path]) -> Mapping[str, LiftedTree]:
+    """The same, lifted."""
+    return LiftedTrees(release_trees)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from models import containers, term
 from models.containers import (
     FIRST_FRESH_ID,
     Block,
+    BlockHash,
     Log,
     Members,
     Pending,
@@ -140,7 +141,6 @@ REFUSED_OF_TABLES: dict[str, Callable[[Any], Any]] = {
     "index": lambda t: t.index(containers.NULL_BLOCK),
     "comparison": lambda t: t == [],
     "another comparison": lambda t: t != symbolic_table(),
-    "membership": lambda t: containers.NULL_BLOCK in t,
     "extending by a text": lambda t: t.extend("ab"),
 }
 
@@ -160,12 +160,104 @@ def test_blocks_are_the_same_if_their_ids_are() -> None:
     assert (one != other) is term.negation(term.int_var("id_a") == term.int_var("id_b"))
     assert one.is_null is (term.int_var("id_a") == 0)
     assert (one == 3) is False
-    with pytest.raises(Unsupported, match="ref_cnt"):
-        _ = one.ref_cnt
-    with pytest.raises(Unsupported, match="ref_cnt"):
-        one.ref_cnt = 1
     with pytest.raises(TypeError):
         hash(one)
+
+
+def test_references_and_hash_are_known_of_some_blocks_only() -> None:
+    """What earlier steps left in a table is not known; what a hit or the pool gives is."""
+    left, given = Block(5, True), Block(6, False, COUNT, BlockHash())
+
+    for name in ("ref_cnt", "block_hash"):
+        with pytest.raises(Unsupported, match=f"{name} of a block that earlier steps left"):
+            getattr(left, name)
+    given.ref_cnt += 2
+    assert given.ref_cnt is COUNT + 2
+    assert isinstance(given.block_hash, BlockHash)
+    assert (containers.NULL_BLOCK.ref_cnt, Pool(1).get_new_blocks(1)[0].block_hash) == (0, None)
+    with pytest.raises(Unsupported, match="ref_cnt"):
+        containers.NULL_BLOCK.ref_cnt = 1
+    with pytest.raises(Unsupported, match="block_id"):
+        given.block_id = 7
+
+
+def test_a_choice_of_blocks_knows_what_both_know() -> None:
+    """One of two blocks has the references of the one it is, if these are known of both."""
+    one, other, left = Block(5, True, 1, None), Block(6, False, COUNT), Block(7, True)
+    chosen = one.choose(THERE, other)
+
+    for there in (True, False):
+        values = {"there": there, "count": 4}
+        assert value_of(chosen.block_id, values) == (5 if there else 6)
+        assert value_of(chosen.ref_cnt, values) == (1 if there else 4)
+    for read in (lambda: chosen.block_hash, lambda: one.choose(THERE, left).ref_cnt):
+        with pytest.raises(Unsupported):
+            read()
+
+
+@pytest.mark.parametrize("references", [0, 1, 3])
+def test_touching_takes_what_nobody_references_from_the_free_list(references: int) -> None:
+    """Null blocks are passed over; a block counts once as drawn, and then is referenced."""
+    pool, hit = Pool(1), Block(8, False, COUNT, BlockHash())
+    pool.touch(Table.of_runs((LENGTH, containers.NULL_BLOCK), (1, hit)))
+    pool.touch([hit])
+    values = {"count": references, "length": 3}
+
+    assert value_of(pool.touched, values) == int(references == 0)
+    assert value_of(hit.ref_cnt, values) == references + 2
+    assert containers.NULL_BLOCK.ref_cnt == 0
+    with pytest.raises(Unsupported, match="not known by runs"):
+        pool.touch(symbolic_table())
+
+
+def test_freed_blocks_are_not_drawn_again() -> None:
+    """Taking blocks back is no part of what a step draws."""
+    pool = Pool(1)
+    pool.free_blocks(pool.get_new_blocks(3))
+
+    assert pool.drawn == 3
+    assert pool.get_new_blocks(1)[0].block_id == FIRST_FRESH_ID + 3
+
+
+def test_a_hash_moves_to_its_copy() -> None:
+    """The copy of a cached block is cached in its place."""
+    source, target = Block(5, False, 1, BlockHash()), Block(6, True, 1, None)
+    Pool(1).move_block_hashes(source, target)
+
+    assert isinstance(target.block_hash, BlockHash)
+    with pytest.raises(Unsupported, match="comparison of a blockhash"):
+        _ = source.block_hash == target.block_hash
+
+
+@pytest.mark.parametrize("start", range(5))
+def test_a_table_known_by_runs_stays_so_in_its_tails(start: int) -> None:
+    """Behind any column the runs are those that are left; a store or more blocks lose them."""
+    hit = Block(8, False, 1, BlockHash())
+    table = Table.of_runs((LENGTH, containers.NULL_BLOCK), (1, hit))
+    values = {"length": 2, "slice_from": start}
+    with following(Path(values, (FROM >= 0,))):
+        tail = table[FROM:]
+        assert [*ids(tail, values)] == [0, 0, 8][start:]
+        assert [value_of(length, values) for length, _ in tail.runs] == [
+            max(2 - start, 0),
+            min(max(3 - start, 0), 1),
+        ]
+        assert table[:FROM].runs is None
+        assert table.copy().runs == table.runs
+        table.append(hit)
+        assert table.runs is None
+
+
+def test_a_table_in_reverse_starts_at_its_end() -> None:
+    """`reversed` of a table gives its columns from the last to the first."""
+    assert ids(symbolic_table().in_reverse(), {"length": 3}) == [102, 101, 100]
+
+
+def test_a_block_is_looked_for_column_by_column() -> None:
+    """Membership in a short table is decided as Python decides it."""
+    with following(Path({"length": 2}, ())):
+        assert containers.NULL_BLOCK not in symbolic_table()
+        assert Block(101, True) in symbolic_table()
 
 
 def test_fresh_blocks_are_fresh() -> None:
@@ -258,6 +350,41 @@ def test_what_earlier_steps_left_is_not_read() -> None:
         left["items"] += [3]
         assert left["numbers"]["r"] == 4
         assert "r" in left["members"]
+
+
+@pytest.mark.parametrize("is_of_this_step", [False, True])
+def test_a_hash_was_cached_in_this_step_or_was_not(is_of_this_step: bool) -> None:
+    """Of the hashes cached in this step a hit's own is known; the ones added are of later use."""
+    cached = modelled_state("cached_blocks_this_step", set(), "r")
+    others = modelled_state("others", set(), "r")
+    with following(Path({"there": is_of_this_step}, ())):
+        assert (BlockHash(THERE) in cached) is is_of_this_step
+        cached.add(BlockHash())
+        assert BlockHash() not in cached
+        for use in (lambda: BlockHash() in others, lambda: others.add(BlockHash())):
+            with pytest.raises(Unsupported):
+                use()
+
+
+def test_what_is_left_of_a_log_is_not_known() -> None:
+    """Throwing some entries out of a log leaves a log of which nothing is known."""
+    log = Log("log")
+    log.append(1)
+    with following(Path({}, ())), pytest.raises(Unsupported):
+        len(log.without_some())
+
+
+def test_dropping_asks_nothing() -> None:
+    """A dropped entry is gone, whether it was there or not, and no case is told apart."""
+    path = Path({"there": True}, ())
+    entries = Pending("r", THERE, 7)
+    with following(path):
+        entries.drop("r")
+        assert "r" not in entries
+        with pytest.raises(Unsupported):
+            entries.drop("other")
+
+    assert path.literals == []
 
 
 UNKNOWN_OF_OTHERS: dict[str, Callable[[dict[str, Any]], Any]] = {

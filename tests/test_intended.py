@@ -142,3 +142,145 @@ def test_a_first_admission_needs_its_state_its_drafts_and_a_checkpoint() -> None
     # vLLM #46384 (review): B 4, H 2, 6 prompt tokens, partial snapshot: one extra block.
     assert intended.need(situation(g, 0, 6, 0, 0)) == 1 + 3 + 1
     assert intended.need(situation(g, 0, 4, 0, 0)) == 1 + 3
+
+
+# ---- every family, with figures worked out by hand -----------------------------------------------
+
+
+#: Blocks of 16 tokens, hash units of 4; nothing is exported but at hash units.
+def sizes(drafts: int, *, checkpoint: bool = False) -> Geometry:
+    return Geometry(16, 4, drafts, int(checkpoint), 4, False)
+
+
+def admission(
+    drafts: int,
+    end: int,
+    *,
+    local: int = 0,
+    hit_blocks: int = 0,
+    external: int = 0,
+    **more: bool,
+) -> Situation:
+    checkpoint = more.pop("checkpoint", False)
+    start = local + external
+    return Situation(
+        sizes(drafts, checkpoint=checkpoint),
+        Call(end, end, start, local),
+        table_length=0,
+        prefill_length=100,
+        num_hit_blocks=hit_blocks,
+        num_external_tokens=external,
+        **more,
+    )
+
+
+def chunk(drafts: int, start: int, end: int, columns: int, **more: object) -> Situation:
+    """A request with a table of so many columns, drafts' included."""
+    checkpoint = bool(more.pop("checkpoint", False))
+    return Situation(
+        sizes(drafts, checkpoint=checkpoint),
+        Call(end, end, start, start),
+        table_length=columns,
+        prefill_length=100,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+#: Situation, family, blocks needed, columns after and the column to retire (-1: none).
+BY_HAND: dict[str, tuple[Situation, str, int, int, int]] = {
+    # 32 tokens found in blocks 0 and 1, 8 more: the state moves to column 2.
+    "hit-full": (admission(0, 40, local=32, hit_blocks=2), "hit-full", 1, 3, 1),
+    "hit-full with drafts": (admission(2, 40, local=32, hit_blocks=2), "hit-full", 3, 5, 1),
+    "hit-full, evictable": (
+        admission(2, 40, local=32, hit_blocks=2, hit_is_evictable=True),
+        *("hit-full", 4, 5, 1),
+    ),
+    # 72 tokens keep a checkpoint at 68, in column 3 before the state's, beyond the hit's.
+    "hit-full with a checkpoint": (
+        admission(2, 72, local=32, hit_blocks=2, checkpoint=True),
+        *("hit-full", 4, 7, 1),
+    ),
+    # 20 tokens found, the last 4 in block 1, of which the request writes a copy.
+    "hit-partial within its block": (
+        admission(0, 30, local=20, hit_blocks=2),
+        *("hit-partial", 1, 2, 1),
+    ),
+    "hit-partial within its block, with drafts": (
+        admission(2, 30, local=20, hit_blocks=2),
+        *("hit-partial", 3, 4, 1),
+    ),
+    # The copy, and the state in column 2.
+    "hit-partial beyond its block": (
+        admission(0, 40, local=20, hit_blocks=2),
+        *("hit-partial", 2, 3, 1),
+    ),
+    "hit-partial beyond its block, with drafts": (
+        admission(2, 40, local=20, hit_blocks=2, hit_is_evictable=True),
+        *("hit-partial", 5, 5, 1),
+    ),
+    # A connector fills column 1 up to 20 tokens; 30 end in the same column.
+    "external-sync within its block": (admission(0, 30, external=20), "external-sync", 1, 2, -1),
+    "external-sync within its block, with drafts": (
+        admission(2, 30, external=20),
+        *("external-sync", 3, 4, 1),
+    ),
+    # One block that the connector fills, one for the state that moves on, one per draft: 2 + S.
+    "external-sync beyond its block": (admission(0, 40, external=20), "external-sync", 2, 3, 1),
+    "external-sync beyond its block, with drafts": (
+        admission(2, 40, external=20),
+        *("external-sync", 4, 5, 1),
+    ),
+    # The hit ends in column 0, the connector's tokens in column 1: the hit is not adopted.
+    "external-sync behind a hit": (
+        admission(2, 40, local=12, hit_blocks=1, external=12, hit_is_evictable=True),
+        *("external-sync", 4, 5, 1),
+    ),
+    # Both end in column 0, so the hit's block is copied and the connector fills the copy.
+    "external-sync into a hit": (
+        admission(2, 40, local=8, hit_blocks=1, external=4, hit_is_evictable=True),
+        *("external-sync", 5, 5, 0),
+    ),
+    # Parked: the block that is filled, and the drafts'.
+    "external-async": (
+        admission(0, 20, external=20, loads_asynchronously=True),
+        *("external-async", 1, 2, -1),
+    ),
+    "external-async with drafts": (
+        admission(2, 20, external=20, loads_asynchronously=True),
+        *("external-async", 3, 4, 1),
+    ),
+    "resumed": (admission(2, 40, preempted=True), "resumed", 3, 5, -1),
+    "resumed on a hit": (
+        admission(2, 40, local=32, hit_blocks=2, preempted=True),
+        *("resumed", 3, 5, 1),
+    ),
+    "promoted within its block": (chunk(2, 20, 30, 4, parked=True), "promoted", 0, 4, -1),
+    "promoted beyond its block": (chunk(2, 20, 40, 4, parked=True), "promoted", 1, 5, 1),
+    # Of 20 loaded tokens 10 count: the state stays in column 1.
+    "promoted on a longer table": (chunk(2, 10, 30, 4, parked=True), "promoted", 0, 4, -1),
+    "own-tail within its block": (chunk(0, 20, 30, 2, owns_partial_tail=True), "own-tail", 1, 2, 1),
+    "own-tail beyond its block": (chunk(2, 20, 40, 4, owns_partial_tail=True), "own-tail", 2, 5, 1),
+    # Two more columns than 100 tokens require: the running state is in column 8.
+    "drafts on a longer table": (chunk(2, 100, 104, 11), "drafts", 0, 11, -1),
+    "drafts beyond a longer table": (chunk(2, 112, 146, 11), "drafts", 1, 12, 8),
+    "drafts within their block": (chunk(2, 100, 103, 9), "drafts", 0, 9, -1),
+    "drafts beyond their block": (chunk(2, 112, 115, 9), "drafts", 1, 10, 6),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_step_needs_what_is_worked_out_by_hand(name: str) -> None:
+    """Blocks needed, columns after, and the column to retire, of a step of each family."""
+    s, family, need, columns, to_retire = BY_HAND[name]
+
+    assert family_of(s) == family
+    assert intended.need(s) == need
+    assert intended.table_length(s) == columns
+    assert intended.column_to_retire(s, -1) == to_retire
+
+
+def test_a_record_stays_where_nothing_is_left_behind() -> None:
+    """A step within the column of its state leaves the column recorded before it."""
+    within, _, _, _, _ = BY_HAND["promoted within its block"]
+
+    assert intended.column_to_retire(within, 3) == 3

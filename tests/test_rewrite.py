@@ -67,6 +67,15 @@ FUNCTIONS = {
     "a constant comprehension": "return [seen(log, a) for _ in range(b)]",
     "an inner variable in a connective": "return [x > a and x < b for x in range(-3, 4)]",
     "a generator": "return sum(x for x in (a, b, c) if x > 0 or x < -1)",
+    "a generator with two conditions": "return list(x for x in (a, b, c) if x > 0 if x != b)",
+    "a generator that is asked once": "g = (seen(log, x) for x in (a, b))\n"
+    "return next(g), list(log), sum(g, c)",
+    "nested comprehensions": "return [[x + y for x in (a, b)] for y in (b, c)]",
+    "two loops in one": "return [x * y for x in (a, b) for y in (b, c)]",
+    "pairs": "return [x - y for x, y in [(a, b), (b, c)]]",
+    "sets and dicts": "return {x for x in (a, b)}, {x: x > 0 for x in (a, c)}",
+    "sums": "return sum([a, b], c), sum((a > 0, b > 0)), sum(x > 0 for x in (a, b, c)), sum([])",
+    "reversed": "return list(reversed([a, b, c])), [x for x in reversed((a, b))]",
     "a walrus in a connective": "return (a > 0 and (m := b) > 0 and m > c), a",
     "a walrus that stays": "if (n := a + 1) and n > 0: log.append(n)\nreturn n",
     "a walrus in a chain": "return a < (m := b) < m + c",
@@ -420,15 +429,62 @@ def test_one_block_fills_a_row_only_if_it_is_the_same_block() -> None:
         "'%d' % a",
         "isinstance(pool, int)",
         "type(pool.null_block)",
-        "pool.null_block.ref_cnt",
+        "pool.null_block.prev_free_block",
+        "TABLE[0].ref_cnt",
+        "sum(block.ref_cnt for block in TABLE)",
+        "sum(block.is_null for block in TABLE)",
         "setattr(pool.null_block, 'ref_cnt', 1)",
     ],
 )
 def test_what_cannot_be_lifted_is_refused_when_it_runs(expression: str) -> None:
     """Identity, text and the frame of a caller mean nothing for terms, so they are Unsupported."""
-    function = module_of(f"def f(pool, a, b, c):\n    return {expression}\n", lifted=True)["f"]
-    with following(Path({"a": 1, "b": 1}, ())), pytest.raises(Unsupported):
-        function(Pool(1), A, B, C)
+    module = module_of(f"def f(pool, a, b, c):\n    return {expression}\n", lifted=True)
+    module["TABLE"] = Table(A, lambda column: Block(column, True))
+    with following(Path({"a": 10**9, "b": 1}, ())), pytest.raises(Unsupported):
+        module["f"](Pool(1), A, B, C)
+
+
+#: Sums over null blocks and a last one; column i of the table in Python's own list is the same.
+SUMS = [
+    "sum(block.ref_cnt == 0 and not block.is_null for block in table)",
+    "sum(block.ref_cnt for block in table)",
+    "sum(block.is_null for block in table) + sum(1 for _ in table)",
+    "sum([block.is_null for block in table[a:]])",
+    "sum((2 if block.is_null else b for block in table), a)",
+    "sum(not block.is_null for block in table if not block.is_null)",
+    "max(block.ref_cnt for block in table)",
+    "len([block for block in table])",
+    "sum(block.ref_cnt for block in reversed(table))",
+]
+
+
+@pytest.mark.parametrize("expression", SUMS)
+def test_a_sum_over_a_table_is_that_over_a_list(expression: str) -> None:
+    """What is added up run by run, or column by column, is what Python adds up."""
+    function = module_of(f"def f(table, a, b):\n    return {expression}\n", lifted=True)["f"]
+    original = module_of(f"def f(table, a, b):\n    return {expression}\n", lifted=False)["f"]
+    for length, references in itertools.product(range(4), range(3)):
+        values = {"a": length, "b": references}
+        null, last = (Block(i, False, refs) for i, refs in ((0, 0), (8, references)))
+        with following(Path(values, (A >= 0, B >= 0))):
+            null_term, last_term = (Block(i, False, refs) for i, refs in ((0, 0), (8, B)))
+            table = Table.of_runs((A, null_term), (1, last_term))
+            found = value_of(function(table, A, B), values)
+
+        assert found == original([null] * length + [last], length, references)
+
+
+def test_a_sum_over_runs_decides_nothing() -> None:
+    """However long a table of known runs is, adding it up is one term."""
+    path = Path({"a": 10**9, "b": 1}, (A >= 0,))
+    source = "def f(table):\n    return sum(block.ref_cnt == 0 for block in table)\n"
+    function = module_of(source, lifted=True)["f"]
+    with following(path):
+        table = Table.of_runs((A, Pool(1).null_block), (1, Block(8, False, B)))
+        total = function(table)
+
+    assert path.literals == []
+    assert value_of(total, {"a": 10**9, "b": 0}) == 10**9 + 1
 
 
 def test_messages_may_name_terms() -> None:

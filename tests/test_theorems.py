@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import RELEASES
 
-from spec.assumptions import ASSUMPTIONS, OF_SOME_RELEASES
+from spec.assumptions import ASSUMPTIONS, OF_SOME_RELEASES, OF_THE_GATE, Assumption
 from spec.families import FAMILIES, family_of
 from spec.logic import implies
 from spec.theorems import OBLIGATIONS, THEOREMS, Need, Pool, in_obligation
@@ -22,6 +24,8 @@ FIRST = Situation(GEOMETRY, Call(40, 40, 0, 0), 0, 40)
 #: What 0.31.0 does then: state, drafts and checkpoint.
 STEP = Step(
     *(5, 5, 5, 6, True),
+    gate=5,
+    removed_blocks=True,
     checkpoint_is_pending=True,
     checkpoint_position=36,
     checkpoint_column=1,
@@ -41,18 +45,28 @@ def test_a_theorem_is_complete(slug: str) -> None:
     assert re.fullmatch(r"Unsat iff .*; a model is .*\.", theorem.unsat_iff)
     assert theorem.source
     assert theorem.witness(FIRST, STEP) is True
-    assert theorem.witness(FIRST, replace(STEP, estimate=0, drawn=0)) is False
+    idle = replace(STEP, estimate=0, drawn=0, removed_blocks=False)
+    assert theorem.witness(FIRST, idle) is False
     assert theorem.claim(FIRST, STEP, POOL, NEED) is True
 
 
 #: One change to a step that keeps all claims, and the claims that it breaks.
 BREAKS: list[tuple[dict[str, object], set[str]]] = [
-    ({"drawn": 6}, {"no-undercount", "exact-estimate", "allocation-succeeds", "matches-intended"}),
+    (
+        {"drawn": 6},
+        {
+            "no-undercount",
+            "exact-estimate",
+            "allocation-succeeds",
+            "matches-intended",
+            "gate-covers-first-step",
+        },
+    ),
     ({"drawn": 4}, {"exact-estimate", "matches-intended"}),
     ({"dry_run": 6}, {"dry-run-parity"}),
     ({"dry_run_left_state": False}, {"dry-run-pure"}),
     (
-        {"dry_run": 6, "estimate": 6, "drawn": 6},
+        {"dry_run": 6, "estimate": 6, "drawn": 6, "gate": 6},
         {"bounded-demand", "matches-intended"},
     ),
     (
@@ -69,6 +83,8 @@ BREAKS: list[tuple[dict[str, object], set[str]]] = [
     ({"no_block_is_twice": False}, {"no-block-twice"}),
     ({"column_to_retire": 0}, {"retirement-recorded"}),
     ({"tail_is_held": False}, {"state-invariant"}),
+    ({"gate": 4}, {"gate-covers-first-step"}),
+    ({"removal_kept_state": False}, {"removal-keeps-state"}),
 ]
 
 
@@ -105,6 +121,38 @@ def test_allocation_counts_against_what_the_check_allows(pool: Pool, succeeds: b
     assert THEOREMS["allocation-succeeds"].claim(FIRST, short, pool, NEED) is succeeds
 
 
+@pytest.mark.parametrize("slug", THEOREMS)
+def test_a_step_that_was_put_off_is_no_fault(slug: str) -> None:
+    """Of a deferred step only the dry run is claimed anything: it says the same, and is pure."""
+    put_off = replace(
+        STEP, deferred=True, estimate=10**6, dry_run=10**6 + 1, drawn=99, table_length=0
+    )
+    theorem, impure = THEOREMS[slug], replace(STEP, deferred=True, dry_run_left_state=False)
+
+    assert theorem.holds(FIRST, put_off, POOL, NEED) is (slug != "dry-run-parity")
+    assert theorem.holds(FIRST, impure, POOL, NEED) is (slug != "dry-run-pure")
+
+
+def test_a_theorem_that_is_not_about_every_family_says_why() -> None:
+    """Which families a theorem is about is written down, with a reason for the others."""
+    assert {slug: t.families for slug, t in THEOREMS.items() if t.families} == {
+        "removal-keeps-state": ("promoted", "running", "checkpoint", "own-tail", "drafts"),
+        "new-columns-returned": ("first", "running", "checkpoint", "own-tail", "drafts"),
+        "gate-covers-first-step": (
+            "first",
+            "hit-full",
+            "hit-partial",
+            "external-sync",
+            "external-async",
+            "resumed",
+        ),
+    }
+    for theorem in THEOREMS.values():
+        others = [family for family in FAMILIES if theorem.why_not(family) is not None]
+        assert set(others) == (set(FAMILIES) - set(theorem.families) if theorem.families else set())
+        assert all(theorem.why_not(family) for family in others)
+
+
 def test_only_allocation_speaks_of_steps_that_raise() -> None:
     """What a step that raised has drawn is no claim of the others."""
     speaking = [slug for slug, theorem in THEOREMS.items() if theorem.survives_exception]
@@ -126,58 +174,224 @@ def test_obligations_are_about_families_that_exist() -> None:
     assert {family for family, _ in OBLIGATIONS} <= set(FAMILIES)
     assert len(set(OBLIGATIONS)) == len(OBLIGATIONS)
     assert family_of(FIRST) == "first"
-    assert in_obligation(FIRST, ("checkpoint",)) is True
-    assert in_obligation(FIRST, ()) is False
+    assert in_obligation(FIRST, "first", ("checkpoint",)) is True
+    assert in_obligation(FIRST, "first", ()) is False
 
 
-@pytest.mark.parametrize("assumption", [*ASSUMPTIONS, *OF_SOME_RELEASES], ids=lambda a: a.slug)
-def test_an_assumption_names_who_keeps_it(trees: Mapping[str, Path], assumption: object) -> None:
-    """Every reason names files and symbols that 0.31.0 has."""
-    places = PLACE.findall(assumption.reason)  # type: ignore[attr-defined]
+def kinds_found() -> set[tuple[str, tuple[str, ...]]]:
+    """Kinds of the small steps with any table, at B 2, H 1 and K 0 or 1."""
+    found = set()
+    flags = list(itertools.product((False, True), repeat=3))
+    for blocks, start, end, excess in itertools.product((0, 1), range(6), range(1, 9), (0, 1)):
+        geometry = Geometry(2, 1, 1, blocks, 1, False)
+        for parked, owns, decodes in flags:
+            length = -(-start // 2) + 1 + excess
+            call = Call(end, end, start, start)
+            s = Situation(geometry, call, length, start if decodes else 99)
+            s = replace(s, parked=parked, owns_partial_tail=owns)
+            if 0 < start < end and all(a.holds(s) is True for a in ASSUMPTIONS):
+                kind = [o for o in OBLIGATIONS if o[0] == family_of(s) and in_obligation(s, *o)]
+                assert len(kind) == 1, s
+                found.update(kind)
+    return found
+
+
+def test_a_step_with_a_table_has_obligations_under_exactly_one_kind() -> None:
+    """Tags split families of requests with a table: no step is left out, and none counts twice."""
+    admissions = {
+        "first",
+        "hit-full",
+        "hit-partial",
+        "external-sync",
+        "external-async",
+        "resumed",
+    }
+
+    assert kinds_found() == {kind for kind in OBLIGATIONS if kind[0] not in admissions}
+
+
+#: Every assumption of the catalogue, whether in force always, for some releases or of the gate.
+EVERY = (*ASSUMPTIONS, *OF_SOME_RELEASES, *OF_THE_GATE)
+#: Releases that a reason speaks of, where it does not speak of the newest.
+OLDER = re.compile(r"\b(0\.\d+\.0)\b")
+
+
+def releases_named(reason: str) -> list[tuple[str, str, str]]:
+    """Release, path and symbol of each place: those of its clause, or the newest."""
+    found, spoken_of = [], (RELEASES[-1],)
+    for clause in reason.split("; "):
+        named = tuple(OLDER.findall(clause))
+        if named and re.match(r"before ", clause):
+            spoken_of = tuple(r for r in RELEASES if r < named[0])
+        elif named and re.match(r"from ", clause):
+            spoken_of = tuple(r for r in RELEASES if r >= named[0])
+        elif named:
+            spoken_of = named
+        found += [(r, *place) for r in spoken_of for place in PLACE.findall(clause)]
+    return found
+
+
+def defines(text: str, symbol: str) -> bool:
+    """Whether a module's text has a class, a function or a name, and the names within it."""
+    return all(re.search(rf"\b{name}\b", text) for name in symbol.strip(".").split("."))
+
+
+@pytest.mark.parametrize("assumption", EVERY, ids=lambda a: a.slug)
+def test_an_assumption_names_who_keeps_it(
+    release_trees: Mapping[str, Path], assumption: Assumption
+) -> None:
+    """Every reason names files and symbols that the releases it speaks of have."""
+    places = PLACE.findall(assumption.reason)
 
     assert places
-    assert len(re.findall(r"\.py\b", assumption.reason)) == len(places)  # type: ignore[attr-defined]
-    for path, symbol in places:
-        text = (trees["0.31.0"] / "vllm" / path).read_text()
-        for name in symbol.strip(".").split("."):
-            assert re.search(rf"\b{name}\b", text), (path, symbol)
+    assert len(re.findall(r"\.py\b", assumption.reason)) == len(places)
+    named = releases_named(assumption.reason)
+    assert {place for _, *place in map(list, named) for place in [tuple(place)]} == set(places)
+    for release, path, symbol in named:
+        text = (release_trees[release] / "vllm" / path).read_text()
+        assert defines(text, symbol), (release, path, symbol)
 
 
-#: A situation that keeps every assumption, and changes that break one each.
-KEPT = Situation(GEOMETRY, Call(60, 56, 20, 20), 5, 100)
-BROKEN = {
-    "hash-divides-block": replace(KEPT, geometry=replace(GEOMETRY, hash_block_size=3)),
-    "speculation-in-range": replace(
-        KEPT, geometry=replace(GEOMETRY, num_speculative_blocks=9), table_length=11
+#: A situation that keeps every assumption that is in force for all families.
+KEPT = Situation(GEOMETRY, Call(60, 56, 20, 20), 5, 100, num_request_tokens=100)
+#: The same with all tokens found in the prefix cache, and with some brought by a connector.
+HIT = replace(KEPT, table_length=0, num_hit_blocks=2)
+LOADED = replace(HIT, call=Call(60, 56, 40, 20), num_external_tokens=20)
+PARKED = replace(LOADED, call=Call(40, 40, 40, 20), loads_asynchronously=True)
+
+
+def with_sizes(situation: Situation, **sizes: object) -> Situation:
+    return replace(situation, geometry=replace(situation.geometry, **sizes))  # type: ignore[arg-type]
+
+
+AT_BLOCKS = with_sizes(
+    KEPT,
+    hash_block_size=16,
+    cache_hit_alignment_tokens=16,
+    prefill_checkpoint_alignment=1,
+    num_tokens_behind_checkpoint=0,
+)
+EAGLE = with_sizes(KEPT, drop_eagle_checkpoint_block=True)
+OWN_TAIL = replace(KEPT, owns_partial_tail=True)
+
+#: Situations that keep an assumption, beside `KEPT`; of those that contradict it, all.
+KEEPING: dict[str, tuple[Situation, ...]] = {
+    "step-computes-tokens": (KEPT, PARKED, replace(KEPT, call=Call(21, 21, 20, 20))),
+    "computed-tokens-are-local-or-external": (KEPT, HIT, LOADED, PARKED),
+    "hit-ends-with-local-tokens": (
+        *(HIT, LOADED, replace(LOADED, num_hit_blocks=0), replace(LOADED, num_hit_blocks=1)),
     ),
-    "at-most-one-checkpoint-block": replace(
-        KEPT, geometry=replace(GEOMETRY, num_prefill_checkpoint_blocks=2)
+    "table-holds-computed-state": (KEPT, HIT, replace(KEPT, table_length=6)),
+    "tail-ends-inside-block": (KEPT, OWN_TAIL, replace(KEPT, call=Call(60, 56, 32, 32))),
+    "parked-tail-ends-table": (
+        *(replace(OWN_TAIL, parked=True), replace(OWN_TAIL, table_length=6)),
+        replace(KEPT, parked=True, table_length=6),
     ),
-    "step-computes-tokens": replace(KEPT, call=Call(20, 20, 20, 20)),
-    "lookahead-adds-tokens": replace(KEPT, call=Call(55, 56, 20, 20)),
-    "nothing-external": replace(KEPT, num_external_tokens=4),
-    "retention-decides-prefill-end": replace(KEPT, call=Call(60, 56, 20, 20, 99)),
-    "prompt-has-tokens": replace(KEPT, prefill_length=0),
-    "admission-starts-at-zero": replace(KEPT, table_length=0),
-    "table-holds-computed-state": replace(KEPT, table_length=6),
-    "left-over-needs-checkpoint-blocks": replace(
-        KEPT,
-        geometry=replace(GEOMETRY, num_prefill_checkpoint_blocks=0),
-        has_left_over_checkpoint=True,
+    "left-over-needs-checkpoint-blocks": (KEPT, replace(KEPT, has_left_over_checkpoint=True)),
+    "hits-are-whole-blocks": (KEPT, replace(HIT, call=Call(60, 56, 32, 32))),
+    "checkpoint-at-block-boundary": (
+        AT_BLOCKS,
+        with_sizes(KEPT, num_prefill_checkpoint_blocks=0),
     ),
-    "release-is-dense": replace(KEPT, call=Call(60, 56, 20, 20, 100)),
+    "checkpoint-where-hits-end": tuple(
+        with_sizes(KEPT, cache_hit_alignment_tokens=unit) for unit in (4, 16, 32, 160)
+    ),
+    "eagle-drop-leaves-tokens": (KEPT, with_sizes(EAGLE, num_tokens_behind_checkpoint=0)),
+    "lookahead-hash-leaves-tokens": (
+        with_sizes(EAGLE, num_tokens_behind_checkpoint=0),
+        *(with_sizes(KEPT, num_tokens_behind_checkpoint=tokens) for tokens in range(1, 9)),
+    ),
+    "request-holds-all-tokens": (KEPT, replace(KEPT, num_request_tokens=101)),
+}
+#: Situations that break an assumption, and no other one that is always in force.
+BREAKING: dict[str, tuple[Situation, ...]] = {
+    "hash-divides-block": (with_sizes(KEPT, hash_block_size=3, cache_hit_alignment_tokens=3),),
+    "speculation-in-range": (
+        replace(with_sizes(KEPT, num_speculative_blocks=9), table_length=11),
+        with_sizes(KEPT, num_speculative_blocks=-1),
+    ),
+    "at-most-one-checkpoint-block": (with_sizes(KEPT, num_prefill_checkpoint_blocks=2),),
+    "step-computes-tokens": (
+        replace(KEPT, call=Call(20, 20, 20, 20)),
+        replace(PARKED, call=Call(41, 41, 40, 20)),
+        replace(PARKED, loads_asynchronously=False),
+    ),
+    "lookahead-adds-tokens": (replace(KEPT, call=Call(55, 56, 20, 20)),),
+    "computed-tokens-are-local-or-external": (
+        replace(KEPT, call=Call(60, 56, 20, 16)),
+        replace(LOADED, call=Call(60, 56, 41, 20)),
+        replace(LOADED, call=Call(60, 56, 20, 20), num_external_tokens=20),
+    ),
+    "hit-ends-with-local-tokens": (
+        replace(KEPT, num_hit_blocks=2),
+        replace(KEPT, call=Call(60, 56, 20, 0), num_external_tokens=20),
+        replace(HIT, num_hit_blocks=1),
+        replace(HIT, num_hit_blocks=0),
+        replace(LOADED, num_hit_blocks=3),
+    ),
+    "retention-decides-prefill-end": (replace(KEPT, call=Call(60, 56, 20, 20, 99)),),
+    "prompt-has-tokens": (replace(KEPT, prefill_length=0),),
+    "table-holds-computed-state": (
+        replace(KEPT, table_length=4),
+        replace(KEPT, call=Call(60, 56, 0, 0)),
+    ),
+    "tail-ends-inside-block": (replace(OWN_TAIL, call=Call(60, 56, 32, 32)),),
+    "parked-tail-ends-table": (replace(OWN_TAIL, parked=True, table_length=6),),
+    "left-over-needs-checkpoint-blocks": (
+        replace(
+            with_sizes(KEPT, num_prefill_checkpoint_blocks=0),
+            has_left_over_checkpoint=True,
+        ),
+    ),
+    "release-is-dense": (replace(KEPT, call=Call(60, 56, 20, 20, 100)),),
+    "hits-are-whole-blocks": (HIT, LOADED),
+    "checkpoint-at-block-boundary": (
+        with_sizes(AT_BLOCKS, hash_block_size=4),
+        with_sizes(AT_BLOCKS, cache_hit_alignment_tokens=32),
+        with_sizes(AT_BLOCKS, prefill_checkpoint_alignment=2),
+        with_sizes(AT_BLOCKS, num_tokens_behind_checkpoint=1),
+    ),
+    "checkpoint-at-hash-boundary": (with_sizes(KEPT, cache_hit_alignment_tokens=16),),
+    "checkpoint-where-hits-end": (
+        with_sizes(KEPT, cache_hit_alignment_tokens=8),
+        with_sizes(KEPT, cache_hit_alignment_tokens=24),
+    ),
+    "one-token-behind-checkpoint": (
+        with_sizes(KEPT, num_tokens_behind_checkpoint=0),
+        with_sizes(KEPT, num_tokens_behind_checkpoint=2),
+    ),
+    "eagle-drop-leaves-tokens": (EAGLE, with_sizes(KEPT, num_tokens_behind_checkpoint=0)),
+    "lookahead-hash-leaves-tokens": (
+        EAGLE,
+        with_sizes(KEPT, num_tokens_behind_checkpoint=0),
+        with_sizes(KEPT, num_tokens_behind_checkpoint=9),
+    ),
+    "request-holds-all-tokens": (
+        replace(KEPT, num_request_tokens=99),
+        replace(KEPT, num_request_tokens=102),
+        replace(KEPT, prefill_length=50, num_request_tokens=51),
+    ),
 }
 
 
-@pytest.mark.parametrize("assumption", [*ASSUMPTIONS, *OF_SOME_RELEASES], ids=lambda a: a.slug)
-def test_an_assumption_excludes_what_it_says(assumption: object) -> None:
-    """Each assumption holds for an ordinary step, and alone excludes one that breaks it."""
-    every = (*ASSUMPTIONS, *OF_SOME_RELEASES)
-    slug = assumption.slug  # type: ignore[attr-defined]
+@pytest.mark.parametrize("assumption", EVERY, ids=lambda a: a.slug)
+def test_an_assumption_excludes_what_it_says(assumption: Assumption) -> None:
+    """Each assumption holds for ordinary steps, and alone excludes the ones that break it."""
+    always = {a.slug: a for a in ASSUMPTIONS}
 
-    assert all(a.holds(KEPT) is True for a in every)
-    others = {"release-is-dense"} if slug == "retention-decides-prefill-end" else set()
-    assert {a.slug for a in every if not a.holds(BROKEN[slug])} == {slug} | others
+    for kept in KEEPING.get(assumption.slug, (KEPT,)):
+        assert assumption.holds(kept) is True
+        assert all(a.holds(kept) is True for a in ASSUMPTIONS)
+    for broken in BREAKING[assumption.slug]:
+        assert assumption.holds(broken) is False
+        found = {slug for slug, a in always.items() if not a.holds(broken)}
+        assert found == {assumption.slug} & set(always), broken
+
+
+def test_every_assumption_has_a_step_that_breaks_it() -> None:
+    """Nothing is assumed that is true of everything."""
+    assert set(BREAKING) == {assumption.slug for assumption in EVERY}
+    assert len(EVERY) == len(BREAKING)
 
 
 def test_connectives_are_those_of_logic() -> None:
