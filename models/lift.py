@@ -270,7 +270,7 @@ def explore(
         asks_gate=asks_gate,
         checkpoint_blocks=checkpoint_blocks,
     )
-    if _has_own_table(situation) and forgets_parked(core, traits):
+    if _has_own_table(situation) and _forgets_parked(core, traits):
         situation = replace(situation, was_parked=term.bool_var("was_parked"))
     extra = (*traits.assumptions(), *(OF_THE_GATE if asks_gate else ()))
     assumptions = _assumptions(situation, family, tags, extra)
@@ -311,6 +311,15 @@ def _small(situation: Situation) -> Iterator[BoolLike]:
         yield getattr(situation.geometry, name) <= _SMALL_SIZE
     yield situation.call.num_tokens_main_model <= _SMALL_SIZE**2
     yield situation.num_hit_blocks <= _SMALL_SIZE
+
+
+def _forgets_parked(core: Core, traits: Traits) -> bool:
+    try:
+        return forgets_parked(core, traits)
+    except CoreError:
+        raise
+    except (Unsupported, PlaceholderUsed, Exception) as error:
+        raise _not_understood(core, error) from error
 
 
 def _has_own_table(situation: Situation) -> bool:
