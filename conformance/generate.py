@@ -294,7 +294,11 @@ def scenario_of(
     predicted = {}
     for target, tree in trees.items():
         checkpoint_before = len(situations) > 1 and bool(reserves_checkpoint(situations[-2]))
-        step = tree.predict(last, checkpoint_before=checkpoint_before)
+        step = tree.predict(
+            last,
+            checkpoint_before=checkpoint_before,
+            column_to_retire_before=_to_retire_after(situations[:-1]),
+        )
         if step is not None:
             predicted[target] = _prediction(last, step, tree.traits)
     return Scenario(
@@ -323,11 +327,18 @@ def _prediction(situation: Situation, step: Step, traits: Traits) -> Prediction:
     )
 
 
-def _steps(situations: Iterable[Situation]) -> Iterator[ScenarioStep]:
+def _steps(situations: Sequence[Situation]) -> Iterator[ScenarioStep]:
+    for number, situation in enumerate(situations, start=1):
+        yield _step(situation, _to_retire_after(situations[:number]))
+
+
+def _to_retire_after(situations: Iterable[Situation]) -> int:
+    """Column that is recorded as the next to free after these steps; -1 is none."""
     to_retire = -1
     for situation in situations:
-        to_retire = intended.column_to_retire(situation, to_retire)
-        yield _step(situation, to_retire)
+        lost = -1 if situation.preempted else to_retire
+        to_retire = intended.column_to_retire(situation, lost)
+    return to_retire
 
 
 def _step(situation: Situation, column_to_retire: int) -> ScenarioStep:

@@ -78,12 +78,15 @@ class LiftedTree:
                 for variant in variants_of(self.traits, family):
                     yield family, tags, variant, self.exploration(family, tags, variant)
 
-    def predict(self, situation: Situation, *, checkpoint_before: bool) -> Step | None:
+    def predict(
+        self, situation: Situation, *, checkpoint_before: bool, column_to_retire_before: int = -1
+    ) -> Step | None:
         """Return what is seen of the step, None where the release cannot be asked this.
 
         Args:
             situation: Made of numbers.
             checkpoint_before: Whether the step before kept an internal checkpoint.
+            column_to_retire_before: Column that is recorded as the next to free; -1 is none.
         """
         family, tags = obligation_of(situation)
         variant = _variant_of(situation)
@@ -94,7 +97,13 @@ class LiftedTree:
             return None
         asks_gate = situation.num_request_tokens > 0
         exploration = self.exploration(family, tags, variant, asks_gate=asks_gate)
-        values = {**values_of(situation), "has_checkpoint_before": checkpoint_before}
+        values = {
+            **values_of(situation),
+            "has_checkpoint_before": checkpoint_before,
+            "has_column_to_retire_before": column_to_retire_before >= 0,
+            "column_to_retire_before": column_to_retire_before,
+            "block_table": _Columns(situation, checkpoint_before=checkpoint_before),
+        }
         path = summary_of(exploration, values)
         return None if path is None else in_numbers(path.step, Evaluator(values))
 
@@ -118,6 +127,27 @@ def obligation_of(situation: Situation) -> tuple[str, tuple[str, ...]]:
     }
     family = family_of(situation)
     return family, tuple(tag for tag, holds in told_apart.items() if holds and tag != family)
+
+
+class _Columns(dict[int, int]):
+    """Ids of the blocks of a table that one or two steps made: null before its running state.
+
+    A checkpoint that the last of them kept, and a partial tail of the request's own, lie in blocks
+    as well.
+    """
+
+    def __init__(self, situation: Situation, *, checkpoint_before: bool) -> None:
+        super().__init__()
+        geometry = situation.geometry
+        self._first_held = situation.table_length - 1 - geometry.num_speculative_blocks
+        self._first_held -= checkpoint_before
+        self._tail = cdiv(situation.call.total_computed_tokens, geometry.block_size) - 1
+        self._has_tail = situation.owns_partial_tail
+
+    def get(self, column: int, default: Any = 1) -> Any:
+        """`dict.get`: 0 is the null block."""
+        is_tail = self._has_tail and column == self._tail
+        return default if column >= self._first_held or is_tail else 0
 
 
 def values_of(situation: Situation) -> Mapping[str, Any]:
