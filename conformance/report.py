@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -108,18 +108,38 @@ def show_differences(console: Console, rows: Sequence[Row]) -> None:
 def _difference_line(row: Row) -> str:
     if row["situation"] is None:
         return str(row["reason"])
-    step = _step_line(row["situation"]["geometry"], row["situation"]["call"])
+    situation = row["situation"]
+    step = _step_line(situation["geometry"], {**situation, **situation["call"]})
     shown = ["it raises" if blocks is None else str(blocks) for blocks in row["estimates"]]
     return f"{step}: {' and '.join(shown)}"
 
 
-def _step_line(geometry: Mapping[str, Any], call: Mapping[str, Any]) -> str:
+def _step_line(geometry: Mapping[str, Any], step: Mapping[str, Any], covered: int = 0) -> str:
+    """A step's sizes, what it starts from, and where it ends, in tokens unless said otherwise."""
     return (
         f"B {geometry['block_size']}, H {geometry['hash_block_size']}, "
         f"S {geometry['num_speculative_blocks']}, K {geometry['num_prefill_checkpoint_blocks']}, "
-        f"{call['total_computed_tokens']:,} tokens computed, "
-        f"then {call['num_tokens_main_model']:,}"
+        f"{', '.join(_starts_from(step, covered))}, then {step['num_tokens_main_model']:,}"
     )
+
+
+def _starts_from(step: Mapping[str, Any], covered: int) -> Iterator[str]:
+    if step.get("preempted"):
+        yield "preempted"
+    hit, external = step.get("num_hit_blocks", 0), step.get("num_external_tokens", 0)
+    local, computed = step["num_local_computed_tokens"], step["total_computed_tokens"]
+    if not hit and not external:
+        yield f"{computed:,} tokens computed"
+    elif local:
+        evictable = ", evictable" if step.get("hit_is_evictable") else ""
+        yield f"a hit of {local:,} tokens in {hit:,} blocks{evictable}"
+    if external:
+        later = " loaded for a later step" if step.get("loads_asynchronously") else ""
+        yield f"{external:,} external tokens{later}"
+    if covered > computed:
+        yield f"slots for {covered:,}"
+    if step.get("owns_partial_tail"):
+        yield "their tail cached"
 
 
 def _print(console: Console, line: str) -> None:
@@ -128,7 +148,8 @@ def _print(console: Console, line: str) -> None:
 
 def counterexample_line(scenario: Mapping[str, Any], target: str) -> str:
     """Return the numbers of a scenario's last step on a target, in one line."""
-    geometry, last = scenario["geometry"], scenario["steps"][-1]
+    geometry, (*before, last) = scenario["geometry"], scenario["steps"]
+    covered = max((step["num_tokens_main_model"] for step in before), default=0)
     seen = scenario["predicted"].get(target)
     need = last["expect"]["need"]
     if seen is None:
@@ -137,7 +158,9 @@ def counterexample_line(scenario: Mapping[str, Any], target: str) -> str:
         outcome = f"raises {seen['raised']}"
     else:
         outcome = f"estimate {seen['estimate']}, drawn {seen['drawn']}, needed {need}"
-    return f"{_step_line(geometry, last)}: {outcome}"
+        if seen.get("gate") is not None:
+            outcome = f"the gate asks {seen['gate']}, {outcome}"
+    return f"{_step_line(geometry, last, 0 if last.get('preempted') else covered)}: {outcome}"
 
 
 def _matrix(target: str, rows: Sequence[Row]) -> Table:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 from spec.theorems import THEOREMS
@@ -29,17 +30,13 @@ def table() -> str:
 
 
 def _cell(by_family: dict[str, dict[str, str]], slug: str) -> str:
-    """One word where all kinds of step agree, else the kinds by verdict."""
-    found: dict[str, list[str]] = {}
-    for family, by_theorem in by_family.items():
-        found.setdefault(by_theorem[slug], []).append(family)
-    if len(found) == 1:
-        return next(iter(found))
-    rare = sorted(found.items(), key=lambda item: len(item[1]))
-    (verdict, families), (other, _) = rare[0], rare[-1]
-    if len(rare) == 2:
-        return f"**{verdict}** in {', '.join(families)}; else {other}"
-    return "; ".join(f"{verdict} in {', '.join(families)}" for verdict, families in rare)
+    """How many kinds of step have which verdict; those that a theorem is not about do not count."""
+    counts = Counter(by_theorem[slug] for by_theorem in by_family.values())
+    del counts["NOT_APPLICABLE"]
+    if len(counts) == 1:
+        return next(iter(counts))
+    words = [f"{verdict} in {count}" for verdict, count in counts.most_common()]
+    return ", ".join(word.replace("REFUTED", "**REFUTED**") for word in words)
 
 
 def updated(text: str) -> str:
