@@ -18,18 +18,20 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from conformance.expectations import where
-from conformance.obligations import Row, Selection, settle
+from conformance.obligations import NOT_APPLICABLE, Kind, Row, Selection, settle
 from conformance.replay import PROJECT_ROOT
 from conformance.targets import CORE_FILE, Tree
 from models.loader import CORE_MODULES, CoreError
 
 CORE_FILES = tuple(sorted(module.replace(".", "/") + ".py" for module in CORE_MODULES))
 PROVED, REFUTED = "PROVED", "REFUTED"
+#: As many kinds of step are named in a line.
+_FEW = 4
 #: Stands for a verdict where the tree cannot be loaded.
 NOT_LOADED = "NOT_LOADED"
 
@@ -66,7 +68,7 @@ class Judged:
 
     Attributes:
         commit: The commit.
-        verdict: PROVED; REFUTED, if in any family; else why neither.
+        verdict: PROVED; REFUTED, if in any kind of step; else why neither.
         reason: One line, where neither.
         rows: A row per obligation, as `capproof prove --json` has them.
     """
@@ -80,6 +82,17 @@ class Judged:
     def is_decided(self) -> bool:
         """Whether it is proved or refuted."""
         return self.verdict in (PROVED, REFUTED)
+
+    def kinds(self, verdict: str) -> tuple[Kind, ...]:
+        """Return the kinds of step with a verdict."""
+        rows = (row for row in self.rows if row["verdict"] == verdict)
+        return tuple((row["family"], tuple(row["tags"])) for row in rows)
+
+    def of(self, kinds: Sequence[Kind]) -> Judged:
+        """Return what the commit came to in some kinds of step; all of it where it has no rows."""
+        rows = [row for row in self.rows if (row["family"], tuple(row["tags"])) in kinds]
+        verdict, reason = _together(rows) if self.rows else (self.verdict, self.reason)
+        return replace(self, verdict=verdict, reason=reason, rows=tuple(rows))
 
 
 @dataclass(frozen=True)
@@ -117,8 +130,9 @@ def bisect(
 
     Args:
         repo: A folder of the clone; nothing is written there.
-        good: Revision at which the selection is proved.
-        bad: Revision at which some of it is refuted; an ancestor of ``good``, or a descendant.
+        good: Revision at which the selection is proved, in some kinds of step.
+        bad: Revision at which some of these are refuted; an ancestor of ``good``, or a descendant.
+            Only these kinds of step are looked at in between.
         selection: A theorem, in all its families or in one.
         on_judged: Told each commit that was judged, the ends first.
         on_progress: Told what comes next.
@@ -142,6 +156,7 @@ def bisect(
 
 
 def _check_ends(steps: _Steps, wanted: Sequence[tuple[str, str, str]], shas: Sequence[str]) -> None:
+    among = ""
     for (option, revision, verdict), sha in zip(wanted, shas, strict=True):
         if not steps.history.has(sha, CORE_FILE):
             raise BisectError(
@@ -149,13 +164,15 @@ def _check_ends(steps: _Steps, wanted: Sequence[tuple[str, str, str]], shas: Seq
                 "or newer"
             )
         judged = steps.judge(sha)
-        if judged.verdict != verdict:
+        steps.watch(judged.kinds(verdict))
+        if not judged.kinds(verdict):
             which = option.removeprefix("--")
             reason = f" ({judged.reason})" if judged.reason else ""
             raise BisectError(
                 f"{option} {revision} ({judged.commit.short}) is {described(judged)}{reason}; "
-                f"the {which} end must be {verdict}: name another commit"
+                f"the {which} end must be {verdict}{among}: name another commit"
             )
+        among = f" in {_named(judged.kinds(verdict))}"
 
 
 def _search(steps: _Steps, before: str, after: str, *, is_fix: bool) -> Bisection:
@@ -200,6 +217,11 @@ class _Steps:
         self._log = history.folder / "log"
         self._about = ""
 
+    def watch(self, kinds: Sequence[Kind]) -> None:
+        """Look at these kinds of step only from now on, of what was seen as well."""
+        self._selection = replace(self._selection, kinds=tuple(kinds))
+        self.seen = [judged.of(kinds) for judged in self.seen]
+
     def expect(self, num_candidates: int) -> None:
         """Note how many commits are searched, for the progress."""
         self._about = f" of about {num_candidates.bit_length()}"
@@ -240,6 +262,7 @@ class _Steps:
         options += [f"--report={report}", f"--before={verdict_before}"]
         options += [f"--theorem={theorem}" for theorem in self._selection.theorems]
         options += [f"--family={family}" for family in self._selection.families]
+        options += [f"--kind={where(*kind)}" for kind in self._selection.kinds]
         return [sys.executable, "-m", "conformance.bisect", *options]
 
     def _run(
@@ -437,11 +460,18 @@ def _printable(text: str) -> str:
 
 
 def described(judged: Judged) -> str:
-    """Return a verdict, and where it is refuted the families."""
-    families = [
-        where(row["family"], row["tags"]) for row in judged.rows if row["verdict"] == REFUTED
-    ]
-    return f"{judged.verdict} in {', '.join(families)}" if families else judged.verdict
+    """Return a verdict, and where it is refuted the kinds of step, and those that are proved."""
+    refuted, proved = judged.kinds(REFUTED), judged.kinds(PROVED)
+    if not refuted:
+        return judged.verdict
+    also = f", {PROVED} in {_named(proved)}" if proved else ""
+    return f"{REFUTED} in {_named(refuted)}{also}"
+
+
+def _named(kinds: Sequence[Kind]) -> str:
+    """A few kinds of step by name, more of them by number."""
+    few = ", ".join(where(*kind) for kind in kinds)
+    return few if len(kinds) <= _FEW else f"{len(kinds)} kinds of step"
 
 
 def step_line(judged: Judged) -> str:
@@ -479,10 +509,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--commit", required=True, help="a revision in that repository")
     parser.add_argument("--theorem", action="append", default=[])
     parser.add_argument("--family", action="append", default=[])
+    parser.add_argument("--kind", action="append", default=[])
     parser.add_argument("--before", choices=(PROVED, REFUTED), required=True)
     parser.add_argument("--report", type=int, required=True, help="file descriptor to report to")
     options = parser.parse_args(arguments)
-    selection = Selection(tuple(options.family), tuple(options.theorem))
+    kinds = tuple((family, tuple(tags)) for family, *tags in (k.split("+") for k in options.kind))
+    selection = Selection(tuple(options.family), tuple(options.theorem), kinds)
     try:
         report = _judge(options.git_dir, options.commit, selection)
         with os.fdopen(options.report, "w", encoding="utf-8") as reports:
@@ -523,12 +555,21 @@ def _verdict(tree: Tree, selection: Selection) -> tuple[str, str, list[Row]]:
         return NOT_LOADED, str(error), []
     except Exception as error:  # a commit that cannot be judged says nothing of its neighbours
         return NOT_LOADED, f"{type(error).__name__}: {error}", []
-    undecided = [row for row in rows if row["verdict"] not in (PROVED, REFUTED)]
-    if any(row["verdict"] == REFUTED for row in rows):
-        return REFUTED, "", rows
+    return *_together(rows), rows
+
+
+def _together(rows: Sequence[Row]) -> tuple[str, str]:
+    """Return the verdict of rows together, and why there is none.
+
+    What a theorem is not about counts where it is about nothing else.
+    """
+    about = [row for row in rows if row["verdict"] != NOT_APPLICABLE] or rows
+    undecided = [row for row in about if row["verdict"] not in (PROVED, REFUTED)]
+    if any(row["verdict"] == REFUTED for row in about):
+        return REFUTED, ""
     if undecided:
-        return undecided[0]["verdict"], undecided[0]["reason"] or "no reason given", rows
-    return PROVED, "", rows
+        return undecided[0]["verdict"], undecided[0]["reason"] or "no reason given"
+    return PROVED, ""
 
 
 if __name__ == "__main__":

@@ -587,6 +587,7 @@ def _show_crosscheck(console: Any, rows: Sequence[dict[str, Any]]) -> bool:
     from conformance.crosscheck import AGREES
     from conformance.report import verdict_line
 
+    rows = [row for row in rows if row["verdict"] != "NOT_APPLICABLE"]
     unconfirmed = [row for row in rows if row["crosscheck"] != AGREES]
     for row in unconfirmed:
         said = row["crosscheck"] or "nothing to check"
