@@ -34,6 +34,7 @@ conformance: $(TEST) ## run generated_tests/ on the real managers, both tiers
 	$(BIN)/capproof conform --tier vllm
 
 test: check ## everything that CI runs
+	$(BIN)/capproof prove
 	$(BIN)/python -m pytest -n logical --cov --cov-report=term
 	$(BIN)/capproof gen-tests --check
 	$(BIN)/capproof conform --tier core

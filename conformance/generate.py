@@ -29,6 +29,7 @@ from models.prove import (
     explorations_for,
     in_numbers,
 )
+from models.term import BoolLike
 from models.traits import Traits
 from spec.assumptions import SPECULATIVE_BLOCKS
 from spec.families import (
@@ -39,7 +40,7 @@ from spec.families import (
     reserves_checkpoint,
     tags_of,
 )
-from spec.logic import cdiv, choose, negation
+from spec.logic import cdiv, choose, count, negation
 from spec.theorems import THEOREMS
 from spec.vocabulary import Call, Geometry, Situation, Step
 
@@ -212,13 +213,13 @@ def request_of(situation: Situation) -> Request:
     """
     call = situation.call
     is_sparse = call.prefill_end > 0
-    decodes = family_of(situation) == "drafts"
+    decodes, asks_gate = family_of(situation) == "drafts", situation.num_request_tokens > 0
     make = _with_table if situation.table_length else _admitted
     return replace(
         make(situation),
         geometry=_with_hash_unit(situation),
         lookahead=call.num_tokens - call.num_tokens_main_model,
-        prefill_length=situation.prefill_length if is_sparse or decodes else 0,
+        prefill_length=situation.prefill_length if is_sparse or decodes or asks_gate else 0,
         is_sparse=is_sparse,
         num_request_tokens=situation.num_request_tokens,
     )
@@ -488,13 +489,14 @@ def request_in(scenario: Scenario) -> Request:
         before = []
     first, call = (before or [last])[0], last.call
     is_sparse, decodes = call.prefill_end > 0, last.prefill_length < call.num_tokens_main_model
+    asks_gate = last.num_request_tokens > 0
     covered = before[-1].call.num_tokens_main_model if before else 0
     computed = call.total_computed_tokens if before else 0
     return Request(
         scenario.geometry,
         tuple(step.call.num_tokens_main_model for step in (*before, last)),
         lookahead=call.num_tokens - call.num_tokens_main_model,
-        prefill_length=last.prefill_length if is_sparse or decodes else 0,
+        prefill_length=last.prefill_length if is_sparse or decodes or asks_gate else 0,
         is_sparse=is_sparse,
         origin=Origin(
             first.call.num_local_computed_tokens,
@@ -555,8 +557,6 @@ def paths_and_edges(
             for number, path in enumerate(exploration.paths, start=1):
                 where = f"path {number} of {'-'.join((family, *tags))} in {target}"
                 setting = _setting(variant)
-                if not with_edges and not _stands_for_others(exploration.samples[number - 1]):
-                    continue
                 for request, edge in _of_path(exploration, path, with_edges=with_edges):
                     found.setdefault(request, f"{edge} of {where}{setting}")
     return found
@@ -570,8 +570,11 @@ _WITH_EDGES = ("first", "hit-full", "hit-partial", "external-sync", "running", "
 _SPECULATIVE_BLOCKS = (0, 1, 2, SPECULATIVE_BLOCKS[-1])
 
 
-def _stands_for_others(sample: Mapping[str, Any]) -> bool:
-    return sample.get("num_speculative_blocks", 0) in _SPECULATIVE_BLOCKS
+def stands_for_others(exploration: Exploration, path: PathSummary) -> BoolLike:
+    """Return where a path is taken with as many speculative blocks as stand for other numbers."""
+    number = exploration.situation.geometry.num_speculative_blocks
+    some = term.disjunction(number == one for one in _SPECULATIVE_BLOCKS)
+    return term.conjunction((path.condition, some))
 
 
 def _setting(variant: Variant) -> str:
@@ -583,7 +586,8 @@ def _setting(variant: Variant) -> str:
 def _of_path(
     exploration: Exploration, path: PathSummary, *, with_edges: bool
 ) -> Iterator[tuple[Request, str]]:
-    on_path = (*exploration.assumptions.values(), path.condition, _is_reached(exploration))
+    taken = path.condition if with_edges else stands_for_others(exploration, path)
+    on_path = (*exploration.assumptions.values(), taken, _is_reached(exploration))
     if isinstance(exploration.situation.hit_is_of_this_step, term.Bool):
         on_path = (*on_path, negation(exploration.situation.hit_is_of_this_step))
     question = smt.Question()
@@ -618,7 +622,41 @@ def _is_reached(exploration: Exploration) -> Any:
     does what follows a parked load.
     """
     situation = exploration.situation
-    return _pending_is_left(situation) & _ends_at_hash_unit(situation)
+    if isinstance(situation.table_length, int):
+        return _pending_is_left(situation) & _ends_at_hash_unit(situation)
+    return term.conjunction(
+        (
+            _pending_is_left(situation),
+            _ends_at_hash_unit(situation),
+            _checkpoint_column_is_left(situation),
+            _record_is_left(situation),
+        )
+    )
+
+
+def _checkpoint_column_is_left(situation: Situation) -> Any:
+    """Of the columns before the running state the last steps hold a checkpoint and a tail only."""
+    geometry, column = situation.geometry, checkpoint_column(situation)
+    first_held = situation.table_length - 1 - geometry.num_speculative_blocks
+    held = column >= first_held - count(situation.has_left_over_checkpoint)
+    if situation.owns_partial_tail is True:
+        tail = cdiv(situation.call.total_computed_tokens, geometry.block_size) - 1
+        held = held | (column == tail)
+    is_null = term.cell("block_table", column) == 0
+    return choose(held, negation(is_null), is_null)
+
+
+def _record_is_left(situation: Situation) -> Any:
+    """A first step records no column to free; a load does, and so does one step after another."""
+    has_record = term.bool_var("has_column_to_retire_before")
+    column = term.int_var("column_to_retire_before", 0)
+    if situation.parked is True:
+        recorded = situation.geometry.num_speculative_blocks > 0
+        where = situation.table_length - 1 - situation.geometry.num_speculative_blocks
+    else:
+        recorded = is_overwide(situation) & situation.owns_partial_tail
+        where = cdiv(situation.call.total_computed_tokens, situation.geometry.block_size) - 1
+    return choose(recorded, has_record & (column == where), negation(has_record))
 
 
 def _ends_at_hash_unit(situation: Situation) -> Any:
@@ -685,6 +723,7 @@ def _within_limit(exploration: Exploration) -> Iterator[Any]:
     call = exploration.situation.call
     yield call.num_tokens_main_model + term.int_var("tokens_left", 0) == MAX_TOKENS
     yield call.num_tokens == call.num_tokens_main_model
+    yield exploration.situation.num_request_tokens <= MAX_TOKENS
 
 
 #: What a step starts from, but for its table.

@@ -125,7 +125,7 @@ def capproof() -> Capproof:
             cwd=cwd,
             env={**os.environ, "PYTHONPATH": str(PROJECT_ROOT), **environment},
             stdin=subprocess.DEVNULL,
-            timeout=120,
+            timeout=900,
         )
 
     return run

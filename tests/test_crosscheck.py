@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance import cli, obligations
+from conformance import cli
 from conformance.crosscheck import AGREES, DISAGREES, UNDECIDED, crosscheck
 from conformance.obligations import Row, Selection, settle
 from conformance.targets import Tree, resolve

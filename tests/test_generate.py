@@ -19,28 +19,28 @@ from conformance.generate import (
     MAX_TOKENS,
     Request,
     _is_reached,
-    _stands_for_others,
     cases,
     collect,
     paths_and_edges,
     request_in,
     request_of,
     scenario_of,
+    stands_for_others,
     with_predictions,
 )
-from conformance.replay import PROJECT_ROOT, Outcome, replay
+from conformance.replay import NEED_EXACT_POOL, PROJECT_ROOT, Outcome, replay
 from conformance.scenario import Scenario, dumps, load, loads
 from conformance.targets import DEFAULT_TARGETS, resolve
 from models import intended, smt, term
 from models.evaluate import Evaluator
 from models.lift import Exploration, PathSummary, Variant
-from models.predict import LiftedTree, _variant_of, obligation_of, values_of
+from models.predict import LiftedTree, _Columns, _variant_of, obligation_of, values_of
 from spec.families import family_of, tags_of
 from spec.logic import negation
 from spec.theorems import OBLIGATIONS, THEOREMS
 from spec.vocabulary import Geometry, Situation
 
-OLD, NEW = "vllm==0.30.0", "vllm==0.31.0"
+OLD, NEW, NEWEST = "vllm==0.30.0", "vllm==0.31.0", "vllm==0.33.0"
 SCENARIOS = PROJECT_ROOT / "generated_tests" / "scenarios"
 B16 = Geometry(16, 4, 2, 1, 4, False)
 
@@ -59,8 +59,8 @@ def lifted() -> Mapping[str, LiftedTree]:
 
 
 @pytest.fixture(scope="module")
-def drivers(trees: Mapping[str, Path]) -> dict[str, Driver]:
-    return {f"vllm=={release}": core_driver(root) for release, root in trees.items()}
+def drivers() -> dict[str, Driver]:
+    return {target: core_driver(resolve(target).root) for target in DEFAULT_TARGETS}
 
 
 # ---- requests ------------------------------------------------------------------------------------
@@ -154,7 +154,10 @@ def test_the_real_manager_shows_what_is_predicted(drivers: dict[str, Driver], ta
         result = replay(scenario, drivers[target], target)
         if target in scenario.predicted:
             assert result.outcome is Outcome.REPRODUCED, (scenario.name, result.detail)
-            assert set(result.violated) == set(scenario.predicted[target].violates), scenario.name
+            broken = set(scenario.predicted[target].violates)
+            if scenario.theorem in NEED_EXACT_POOL:  # on that pool the step may end early
+                broken &= {scenario.theorem}
+            assert set(result.violated) == broken, scenario.name
 
 
 def test_predictions_are_the_lifted_codes(lifted: Mapping[str, LiftedTree]) -> None:
@@ -163,15 +166,16 @@ def test_predictions_are_the_lifted_codes(lifted: Mapping[str, LiftedTree]) -> N
         assert with_predictions(scenario, lifted) == scenario
 
 
-def is_out_of_reach(exploration: Exploration, path: PathSummary) -> bool:
+def is_out_of_reach(exploration: Exploration, path: PathSummary, *, all_of_it: bool) -> bool:
     """Whether no life from an empty pool takes a path: neither it nor another request leads there.
 
     A hit of this same step needs another request, and what an earlier load changes a longer life.
     """
-    on_path = (*exploration.assumptions.values(), path.condition, _is_reached(exploration))
+    taken = path.condition if all_of_it else stands_for_others(exploration, path)
+    on_path = (*exploration.assumptions.values(), taken, _is_reached(exploration))
     question = smt.Question()
     question.add(*on_path, negation(exploration.situation.hit_is_of_this_step))
-    question.add(negation(term.bool_var("was_parked_before")))
+    question.add(negation(term.bool_var("was_parked")))
     return question.ask().answer is smt.Answer.UNSAT
 
 
@@ -187,7 +191,11 @@ def untaken(target: str, tree: LiftedTree, situations: Sequence[Situation]) -> l
             continue
         stands_for_itself = is_plain and family in _WITH_EDGES and "overwide" not in tags
         values = [
-            {**values_of(last), "has_checkpoint_before": kept}
+            {
+                **values_of(last),
+                "has_checkpoint_before": kept,
+                "block_table": _Columns(last, checkpoint_before=kept),
+            }
             for last in situations
             for kept in (False, True)
             if obligation_of(last) == (family, tags) and _variant_of(last) == variant
@@ -197,9 +205,8 @@ def untaken(target: str, tree: LiftedTree, situations: Sequence[Situation]) -> l
         found += [
             (target, family, tags, variant, number)
             for number, path in enumerate(exploration.paths, start=1)
-            if stands_for_itself or _stands_for_others(exploration.samples[number - 1])
             if not any(e.truth(path.condition) for e in asked)
-            and not is_out_of_reach(exploration, path)
+            and not is_out_of_reach(exploration, path, all_of_it=stands_for_itself)
         ]
     return found
 
@@ -311,8 +318,8 @@ def test_what_no_target_can_be_asked_is_left_out(lifted: Mapping[str, LiftedTree
 
     assert [s.source for group in only_old.values() for s in group] == ["dense"]
     assert {s.source: set(s.predicted) for group in both.values() for s in group} == {
-        "dense": {OLD, NEW},
-        "sparse": {NEW},
+        "dense": {OLD, NEW, NEWEST},
+        "sparse": {NEW, NEWEST},
     }
 
 
