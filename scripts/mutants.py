@@ -44,7 +44,7 @@ from models.runtime import BUILTINS
 from models.step import REQUEST
 from models.term import BoolLike, Unsupported
 from models.traits import Traits, traits_of
-from spec.theorems import ADMISSIONS, OBLIGATIONS, THEOREMS
+from spec.theorems import OBLIGATIONS, THEOREMS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -70,27 +70,20 @@ _CONSTANT_PARTS = frozenset({"kv_cache_spec", "block_pool", "_null_block"})
 #: Functions that are called by the removal of skipped blocks, and those by nothing else.
 _ONLY_IN_REMOVAL = frozenset({"remove_skipped_blocks", "_remove_blocks_in_range"})
 _IN_REMOVAL = _ONLY_IN_REMOVAL | {"cdiv"}
-#: Functions that the estimate, and so the gate, depends on.
-_IN_ESTIMATE = frozenset(
-    {
-        "get_num_blocks_to_allocate",
-        "get_mamba_prefill_checkpoint_position",
-        "is_mamba_prefill_checkpoint_valid",
-        "_needs_internal_checkpoint",
-        "_has_partial_local_hit",
-        "_get_num_evictable_blocks",
-        "cdiv",
-    }
-)
 _OF_HITS = ("hit-full", "hit-partial", "external-async", "external-sync", "resumed")
-_OF_COPIES = ("hit-partial", "own-tail", "resumed")
+#: Families whose steps, and what is done before them, call a function at all; others: all of them.
+_ONLY_IN_STEPS_OF: dict[str, tuple[str, ...]] = {
+    "add_local_computed_blocks": (*_OF_HITS, "promoted"),
+    "allocate_external_computed_blocks": (*_OF_HITS, "promoted"),
+    "_apply_cow": _OF_HITS,
+}
 #: Families that likely show a change of a function; others begin with the catalogue's first.
 _LIKELY_FIRST: dict[str, tuple[str, ...]] = {
     "add_local_computed_blocks": _OF_HITS,
     "allocate_external_computed_blocks": ("external-async", "external-sync", "resumed"),
     "_has_partial_local_hit": _OF_HITS,
     "_get_num_evictable_blocks": _OF_HITS,
-    "_apply_cow": _OF_COPIES,
+    "_apply_cow": ("hit-partial", "resumed"),
     "remove_skipped_blocks": ("running",),
     "_remove_blocks_in_range": ("running",),
     "_relocate_speculative_block": ("running",),
@@ -239,7 +232,7 @@ class Case:
         family: Slug.
         tags: Which of its steps.
         variant: In which setting.
-        asks: What else is asked: `asks_gate`, `asks_removal`, or nothing.
+        asks: What else is asked: `asks_removal`, or nothing.
     """
 
     family: str
@@ -378,13 +371,12 @@ _lifted_release = cache(Lifted)
 
 
 def cases_of(traits: Traits, function: str) -> Iterator[Case]:
-    """Yield the cases that a function has a part in; those likely to show a change come first."""
+    """Yield the cases that a function has a part in; those likely to show a change come first.
+
+    Gates are left out: they ask the estimator what a step of the whole request asks it.
+    """
     name = function.rpartition(".")[2]
-    first = _LIKELY_FIRST.get(name, ())
-    kinds = sorted(
-        (kind for kind in OBLIGATIONS if traits.why_not(*kind) is None),
-        key=lambda kind: ("overwide" in kind[1], kind[0] not in first),
-    )
+    kinds = [kind for kind in OBLIGATIONS if traits.why_not(*kind) is None]
     removal = THEOREMS["removal-keeps-state"]
     if name in _IN_REMOVAL:
         for family, tags in kinds:
@@ -392,13 +384,21 @@ def cases_of(traits: Traits, function: str) -> Iterator[Case]:
                 yield Case(family, tags, Variant(), "asks_removal")
     if name in _ONLY_IN_REMOVAL:
         return
-    steps = [Case(*kind, variant) for kind in kinds for variant in variants_of(traits, kind[0])]
-    yield from sorted(steps, key=lambda case: case.variant != Variant())
-    # A gate is the estimate of a step, asked about another number of tokens.
-    for kind in kinds:
-        if kind[0] in ADMISSIONS and name in _IN_ESTIMATE:
-            for variant in variants_of(traits, kind[0]):
-                yield Case(*kind, variant, "asks_gate")
+    steps = [
+        Case(*kind, variant)
+        for kind in kinds
+        if kind[0] in _ONLY_IN_STEPS_OF.get(name, kind)
+        for variant in variants_of(traits, kind[0])
+    ]
+    first = _LIKELY_FIRST.get(name, ())
+    yield from sorted(
+        steps,
+        key=lambda case: (
+            case.family not in first or "overwide" in case.tags,
+            case.variant != Variant(),
+            first.index(case.family) if case.family in first else 0,
+        ),
+    )
 
 
 class Comparison:
@@ -644,8 +644,11 @@ def _first_broken(
         theorem = THEOREMS[slug]
         is_about = theorem.why_not(case.family) is None
         is_about &= release.traits.why_not(case.family, case.tags, slug) is None
-        is_about &= theorem.asks_gate == (case.asks == "asks_gate")
-        if is_about and theorem.asks_removal == (case.asks == "asks_removal"):
+        if (
+            is_about
+            and not theorem.asks_gate
+            and theorem.asks_removal == (case.asks == "asks_removal")
+        ):
             counterexample = prover.settle(theorem).counterexample
             if counterexample is not None and not release.is_refuted(case, slug):
                 return slug, counterexample
