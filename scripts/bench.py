@@ -314,9 +314,9 @@ def sections(options: argparse.Namespace) -> Iterator[str]:
         "`scripts/hand_encoding.py` transcribes both releases' functions into z3, block counts "
         "only, S symbolic, and states seven theorems of four kinds of step. Both prove these, in "
         f"one process, processor time, imports left out; {seeds} seeds of the solver, a process "
-        "each. The lifted side also loads the tree, shows that no path is missing, finds a witness for "
-        "each proof and the least counterexample for each refutation; the hand encoding does none "
-        "of it."
+        "each. The lifted side also loads the tree, shows that no path is missing, finds a witness "
+        "for each proof and the least counterexample for each refutation; the hand encoding does "
+        "none of it."
     )
     yield table(aims, [row.cells() for row in beside_hand_encoding(seeds)])
     yield "## Where the lifted prover's time goes"

@@ -34,7 +34,7 @@ from conformance.replay import replay
 from conformance.scenario import Scenario, ScenarioStep
 from conformance.targets import TargetError, resolve
 from models import smt, term
-from models.containers import Block, Members, Pending, Table
+from models.containers import Block, BlockHash, Members, Pending, Table
 from models.lift import Exploration, NotUnderstood, PathSummary, Variant, variants_of
 from models.loader import CORE_MODULES, Core
 from models.predict import LiftedTree
@@ -489,7 +489,13 @@ def _equal(a: Any, b: Any) -> BoolLike:
         keys = {REQUEST} if isinstance(a, Pending) or isinstance(b, Pending) else {*a, *b}
         return term.conjunction(_same_entry(a, b, key) for key in keys)
     if isinstance(a, Block) and isinstance(b, Block):
-        return term.conjunction((a.block_id == b.block_id, _equal(a.writable, b.writable)))
+        parts = [(a.block_id, b.block_id), (a.writable, b.writable)]
+        parts += [(a._refs, b._refs), (a._hash, b._hash)]
+        return term.conjunction(_equal(*part) for part in parts)
+    if isinstance(a, BlockHash) and isinstance(b, BlockHash):
+        return _equal(a.is_of_this_step, b.is_of_this_step)
+    if a is None or b is None or a is ... or b is ...:
+        return False
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         same_length = len(a) == len(b)
         return same_length and term.conjunction(map(_equal, a, b))
@@ -499,7 +505,7 @@ def _equal(a: Any, b: Any) -> BoolLike:
         return a == b
     if isinstance(a, Members) and isinstance(b, Members):
         return a.is_known == b.is_known and set.__eq__(a, b)
-    if isinstance(a, set | frozenset | str | None) and isinstance(b, set | frozenset | str | None):
+    if isinstance(a, set | frozenset | str) and isinstance(b, set | frozenset | str):
         return a == b
     raise NotUnderstood(f"comparing {type(a).__name__} with {type(b).__name__}")
 
