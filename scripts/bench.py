@@ -224,9 +224,9 @@ def beside_hand_encoding(num_seeds: int) -> Iterator[Row]:
         )
 
 
-def stages(count: int) -> list[list[str]]:
+def stages(target: str, count: int) -> list[list[str]]:
     """Return where the lifted prover's time goes, the largest part first."""
-    runs = [worker("stages", resolve(LATEST).root) for _ in range(count)]
+    runs = [worker("stages", resolve(target).root) for _ in range(count)]
     parts = {name: Figure(tuple(run["stages"][name] for run in runs)) for name in runs[0]["stages"]}
     total = sum(part.median for part in parts.values())
     rows = sorted(parts.items(), key=lambda item: -item[1].median)
@@ -321,8 +321,8 @@ def sections(options: argparse.Namespace) -> Iterator[str]:
     )
     yield table(aims, [row.cells() for row in beside_hand_encoding(seeds)])
     yield "## Where the lifted prover's time goes"
-    yield f"All obligations of 0.33.0, processor time; processes: {processes}."
-    yield table(["part", "median (least to greatest)", "share"], stages(processes))
+    yield f"All obligations of {targets[-1]}, processor time; processes: {processes}."
+    yield table(["part", "median (least to greatest)", "share"], stages(targets[-1], processes))
     if options.ablations:
         yield "## What helped, and by how much"
         yield (
@@ -343,7 +343,7 @@ def _command(options: argparse.Namespace) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one run of most, 0.33.0 once")
+    parser.add_argument("--quick", action="store_true", help="one run of most, none of 0.33.0")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N")
     parser.add_argument("--ablations", action="store_true", help="also switch ideas off")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the markdown there")
