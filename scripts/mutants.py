@@ -634,9 +634,13 @@ def _judge(mutant: Mutant, release: Lifted, tree: Path) -> Judgement:
         by_model = by_model or broken
     if by_model is not None:
         return Judgement(mutant, Outcome.MODEL_ONLY, by_model)
-    for case in different:
-        for doubt in difference(release.behaviour(case), lifted.behaviour(case)):
-            doubts.setdefault(doubt, []).append(case.label)
+    if different:  # the first one in detail: the questions are many, and some are hard
+        first, *others = different
+        for doubt in difference(release.behaviour(first), lifted.behaviour(first)):
+            doubts.setdefault(doubt, []).append(first.label)
+        also = dict.fromkeys(case.label for case in others if case.label != first.label)
+        if also:
+            doubts.setdefault("not shown to be the same", []).extend(also)
     notes = tuple(f"{', '.join(dict.fromkeys(kinds))}: {doubt}" for doubt, kinds in doubts.items())
     return Judgement(mutant, Outcome.SURVIVED if notes else Outcome.EQUIVALENT, None, notes)
 
