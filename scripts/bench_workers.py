@@ -19,22 +19,25 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import hand_encoding
 import z3
 
-import models.prove
+import models.predict
 from conformance.driver import core_driver, vllm_driver
 from conformance.replay import replay
 from conformance.scenario import Scenario, ScenarioStep
 from models import lift, path, rewrite, runtime, smt, term
-from models.lift import Exploration
-from models.prove import Prover, Verdict, prove
+from models.lift import Exploration, Variant, variants_of
+from models.predict import LiftedTree
+from models.prove import Prover, Verdict, explorations_for, prove
+from models.traits import traits_of
 from spec.assumptions import SPECULATIVE_BLOCKS
 from spec.theorems import OBLIGATIONS, THEOREMS
-from spec.vocabulary import Call, Geometry, Situation
+from spec.vocabulary import Call, Geometry
 
 #: Seconds of replay that one figure rests on, the same for both tiers.
 REPLAY_SECONDS = 2.0
@@ -72,13 +75,13 @@ class Stopwatch:
 def stages(root: Path) -> dict[str, Any]:
     """Prove everything once; return seconds by stage."""
     watch = Stopwatch()
-    watch.watch("loading the tree", models.prove, "lifted_core")
+    watch.watch("loading the tree", models.predict, "lifted_core")
     watch.watch("running its code on terms", lift, "_run")
     watch.watch("translating terms for the solver", smt._Encoder, "formula")
     watch.watch("solving", z3.Solver, "check")
     watch.watch("reading models back", smt._Encoder, "values")
     started = time.process_time()
-    for _ in prove(root):
+    for _ in prove(LiftedTree(root)):
         pass
     total = time.process_time() - started
     rest = {"everything else": total - sum(watch.seconds.values())}
@@ -99,8 +102,12 @@ def beside(root: Path, release: str, seed: int) -> dict[str, Any]:
         return {"seconds": time.process_time() - started, "solver": watch.seconds["solver"]}
 
     def lifted_proof() -> None:
-        for o in prove(root, theorems=slugs):
-            lifted[o.family, o.tags, o.theorem] = o.verdict.value
+        tree = LiftedTree(root)
+        for kind in hand_encoding.KINDS:
+            provers = [Prover(e) for e in explorations_for(tree, *kind, THEOREMS[slugs[0]])]
+            for slug in slugs:
+                verdict = _worst(prover.settle(THEOREMS[slug]).verdict for prover in provers)
+                lifted[(*kind, slug)] = verdict.value
 
     lifted_time = timed(lifted_proof)
     hand_time = timed(lambda: by_hand.update(hand_encoding.verdicts(release)))
@@ -161,7 +168,7 @@ class Idea:
         sentence: What the prover does, in English.
         instead: What is done here instead.
         switch_off: Replaces the functions that carry the idea.
-        eagle: Values of the EAGLE flag, one exploration each.
+        explores_eagle: Whether the EAGLE flag's values are explored one by one.
         speculative: Values of S, one exploration each; None is symbolic.
     """
 
@@ -169,7 +176,7 @@ class Idea:
     sentence: str
     instead: str
     switch_off: Callable[[], None]
-    eagle: Callable[[], tuple[Any, ...]] = lambda: (False, True)
+    explores_eagle: bool = True
     speculative: tuple[int | None, ...] = (None,)
 
 
@@ -182,7 +189,10 @@ def ideas() -> list[dict[str, str]]:
 
 
 def without(slug: str, root: Path, seed: int) -> dict[str, Any]:
-    """Settle all obligations without one idea; return seconds, paths, and what stayed open."""
+    """Settle the theorems of steps without one idea; return seconds, paths, and what stayed open.
+
+    Theorems about gates and removals are left out: they are explored apart, and alike.
+    """
     idea = IDEAS[slug]
     z3.set_param("smt.random_seed", seed)
     watch = Stopwatch()
@@ -190,12 +200,14 @@ def without(slug: str, root: Path, seed: int) -> dict[str, Any]:
     started = time.process_time()
     idea.switch_off()
     core = lift.lifted_core(root)
+    traits = traits_of(core)
     num_paths, unsettled = 0, []
     for family, tags in OBLIGATIONS:
+        variants = [v for v in variants_of(traits, family) if idea.explores_eagle or not v.eagle]
         try:
             explorations = [
-                _explored(core, family, tags, eagle, speculative)
-                for eagle in idea.eagle()
+                _explored(core, family, tags, variant, speculative)
+                for variant in variants
                 for speculative in idea.speculative
             ]
         except lift.NotUnderstood as error:
@@ -204,6 +216,8 @@ def without(slug: str, root: Path, seed: int) -> dict[str, Any]:
         num_paths += sum(len(exploration.paths) for exploration in explorations)
         provers = [Prover(exploration) for exploration in explorations]
         for theorem in THEOREMS.values():
+            if theorem.asks_gate or theorem.asks_removal or theorem.why_not(family):
+                continue
             verdict = _worst(prover.settle(theorem).verdict for prover in provers)
             if verdict not in (Verdict.PROVED, Verdict.REFUTED):
                 unsettled.append(f"{family}: {theorem.slug} {verdict.value}")
@@ -216,29 +230,22 @@ def without(slug: str, root: Path, seed: int) -> dict[str, Any]:
 
 
 def _worst(verdicts: Iterator[Verdict]) -> Verdict:
-    return next((verdict for verdict in verdicts if verdict is not Verdict.PROVED), Verdict.PROVED)
+    """The worst verdict; a setting in which the case does not occur says nothing."""
+    found = set(verdicts)
+    order = (Verdict.REFUTED, Verdict.UNKNOWN, Verdict.PROVED, Verdict.VACUOUS)
+    return next(verdict for verdict in order if verdict in found)
 
 
 def _explored(
-    core: Any, family: str, tags: tuple[str, ...], eagle: Any, speculative: int | None
+    core: Any, family: str, tags: tuple[str, ...], variant: Variant, speculative: int | None
 ) -> Exploration:
-    symbolic_situation = lift.symbolic_situation
+    geometry = lift._geometry
     if speculative is not None:
-        lift.symbolic_situation = lambda *args, **kwargs: _with_speculative_blocks(
-            symbolic_situation(*args, **kwargs), speculative
-        )
+        lift._geometry = lambda *args: replace(geometry(*args), num_speculative_blocks=speculative)
     try:
-        return lift.explore(core, family, tags, eagle=eagle)
+        return lift.explore(core, family, tags, variant)
     finally:
-        lift.symbolic_situation = symbolic_situation
-
-
-def _with_speculative_blocks(situation: Situation, number: int) -> Situation:
-    geometry = replace(situation.geometry, num_speculative_blocks=number)
-    length = situation.table_length
-    if not isinstance(length, int):
-        length = lift._table_length(situation.call.total_computed_tokens, geometry)
-    return replace(situation, geometry=geometry, table_length=length)
+        lift._geometry = geometry
 
 
 def _nothing() -> None:
@@ -296,9 +303,13 @@ def _without_merging() -> None:
 def _without_samples() -> None:
     """Ask about both sides of every decision, and run the code once per combination that exists."""
 
-    def explore(core: Any, family: str, tags: tuple[str, ...], *, eagle: Any) -> Exploration:
-        situation = lift.symbolic_situation(family, eagle=eagle)
-        assumptions = lift._assumptions(core, situation, family, tags)
+    def explore(
+        core: Any, family: str, tags: tuple[str, ...], variant: Variant, **asks: Any
+    ) -> Exploration:
+        traits = traits_of(core)
+        situation = lift.symbolic_situation(family, tags, traits=traits, variant=variant)
+        extra = traits.assumptions()
+        assumptions = lift._assumptions(situation, family, tags, extra)
         question = smt.Question(assumptions)
         summaries, samples = [], []
         waiting: list[tuple[bool, ...]] = [()]
@@ -306,7 +317,9 @@ def _without_samples() -> None:
             trail = waiting.pop()
             asking = _AskingPath(question, waiting, trail, tuple(assumptions.values()))
             lift.Path = lambda *_, asking=asking: asking
-            summaries.append(lift._run(core, situation, tuple(assumptions.values()), {}))
+            make = partial(lift.StepRun, core, traits, situation)
+            run = lift.StepRun.step
+            summaries.append(lift._run(core, make, run, tuple(assumptions.values()), {}))
             if asking.sample is not None:
                 samples.append(asking.sample)
         return Exploration(situation, assumptions, tuple(summaries), tuple(samples), ())
@@ -353,7 +366,22 @@ class _AskingPath(path.Path):
 
 
 def _with_length_as_variable() -> None:
-    _replace(lift, "_table_length", lambda computed, geometry: term.int_var("table_length", 1))
+    with_table = lift._with_table
+
+    def make(*args: Any) -> Any:
+        return replace(with_table(*args), table_length=term.int_var("table_length", 1))
+
+    _replace(lift, "_with_table", make)
+
+
+def _with_symbolic_eagle() -> None:
+    geometry = lift._geometry
+
+    def make(*args: Any) -> Geometry:
+        flag = term.bool_var("drop_eagle_checkpoint_block")
+        return replace(geometry(*args), drop_eagle_checkpoint_block=flag)
+
+    _replace(lift, "_geometry", make)
 
 
 def _without_facts() -> None:
@@ -441,8 +469,8 @@ IDEAS = {
             "eagle",
             "EAGLE flag on and off, one by one",
             "symbolic",
-            _nothing,
-            eagle=lambda: (term.bool_var("drop_eagle_checkpoint_block"),),
+            _with_symbolic_eagle,
+            explores_eagle=False,
         ),
         Idea(
             "all",

@@ -1,7 +1,7 @@
 """Which small changes to the lifted functions the theorems notice.
 
-Each change of tests/mutants.toml is made to a copy of a release's core, and `models.prove.prove` is
-run on the copy. A change is noticed when a theorem that holds for the release is refuted for the
+Each change of tests/mutants.toml is made to a copy of a release's core, and the copy is proved like
+any tree. A change is noticed when a theorem that is not refuted for the release is refuted for the
 copy; else the solver must show that no step tells the two apart. Anything else is a hole in the
 theorems: it is listed, and the exit status is 1. Counterexamples are run on the changed code, too.
 """
@@ -23,26 +23,28 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from conformance.driver import Driver, DriverError, core_driver
-from conformance.replay import theorem_holds
+from conformance.driver import core_driver
+from conformance.generate import refutation
+from conformance.replay import Outcome as ReplayOutcome
+from conformance.replay import replay
+from conformance.scenario import Scenario, ScenarioStep
 from conformance.targets import TargetError, resolve
-from models import intended, smt, term
-from models.containers import Block, Pending, Table
-from models.evaluate import Evaluator
-from models.lift import Exploration, NotUnderstood, PathSummary, explore
+from models import smt, term
+from models.containers import Block, BlockHash, Members, Pending, Table
+from models.lift import Exploration, NotUnderstood, PathSummary, Variant, variants_of
 from models.loader import CORE_MODULES, Core
-from models.prove import Counterexample, Obligation, Prover, Verdict, in_numbers, prove
+from models.predict import LiftedTree
+from models.prove import Counterexample, Obligation, Prover, Verdict, explorations_for
 from models.rewrite import rewrite
 from models.runtime import BUILTINS
 from models.step import REQUEST
-from models.term import BoolLike, IntLike, Unsupported
-from spec.families import family_of, reserves_checkpoint
-from spec.theorems import OBLIGATIONS, THEOREMS, Pool
-from spec.vocabulary import Call, Geometry, Situation, Step
+from models.term import BoolLike, Unsupported
+from models.traits import Traits, traits_of
+from spec.theorems import OBLIGATIONS, THEOREMS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -63,26 +65,37 @@ KINDS = (
 )
 MODEL_THEOREM = "matches-intended"
 
-#: Numbers that a native step must agree in with the counterexample it is made from.
-_COMPARED = ("dry_run", "estimate", "drawn", "table_length", "raised")
 #: Parts of a manager that no step changes; everything else is compared after the step.
 _CONSTANT_PARTS = frozenset({"kv_cache_spec", "block_pool", "_null_block"})
-#: Order in which a counterexample found here is made least.
-_LEAST_FIRST = (
-    "num_prefill_checkpoint_blocks",
-    "num_speculative_blocks",
-    "prefill_end",
-    "block_size",
-    "hash_block_size",
-    "prefill_checkpoint_alignment",
-    "total_computed_tokens",
-    "num_tokens_main_model",
-    "num_tokens",
-    "prefill_length",
-)
-
-#: Small histories that are tried natively for one refutation.
-MAX_HISTORIES = 20_000
+#: Functions that are called by the removal of skipped blocks, and those by nothing else.
+_ONLY_IN_REMOVAL = frozenset({"remove_skipped_blocks", "_remove_blocks_in_range"})
+_IN_REMOVAL = _ONLY_IN_REMOVAL | {"cdiv"}
+_OF_HITS = ("hit-full", "hit-partial", "external-async", "external-sync", "resumed")
+#: Families whose steps, and what is done before them, call a function at all; others: all of them.
+_ONLY_IN_STEPS_OF: dict[str, tuple[str, ...]] = {
+    "add_local_computed_blocks": (*_OF_HITS, "promoted"),
+    "allocate_external_computed_blocks": (*_OF_HITS, "promoted"),
+    "_apply_cow": _OF_HITS,
+}
+#: Families that likely show a change of a function; others begin with the catalogue's first.
+_LIKELY_FIRST: dict[str, tuple[str, ...]] = {
+    "add_local_computed_blocks": _OF_HITS,
+    "allocate_external_computed_blocks": ("external-async", "external-sync", "resumed"),
+    "_has_partial_local_hit": _OF_HITS,
+    "_get_num_evictable_blocks": _OF_HITS,
+    "_apply_cow": ("hit-partial", "resumed"),
+    "remove_skipped_blocks": ("running",),
+    "_remove_blocks_in_range": ("running",),
+    "_relocate_speculative_block": ("running",),
+    "get_num_blocks_to_allocate": ("first", "running", "checkpoint", "hit-partial"),
+    "allocate_new_blocks": ("first", "running", "checkpoint", "hit-partial"),
+    "get_mamba_prefill_checkpoint_position": ("first", "checkpoint"),
+    "is_mamba_prefill_checkpoint_valid": ("first", "checkpoint"),
+    "_needs_internal_checkpoint": ("first", "checkpoint", "running"),
+    "cdiv": ("first", "running", "checkpoint"),
+}
+#: Name of the copy among predictions.
+_TARGET = "path:the copy"
 #: A family with its tags.
 Kind = tuple[str, tuple[str, ...]]
 #: One path, and what the step leaves there.
@@ -212,12 +225,35 @@ def mutated_tree(root: Path, mutant: Mutant) -> Iterator[Path]:
 
 
 @dataclass(frozen=True)
+class Case:
+    """What is explored at once: one kind of step in one setting, or the removal before it.
+
+    Attributes:
+        family: Slug.
+        tags: Which of its steps.
+        variant: In which setting.
+        asks: What else is asked: `asks_removal`, or nothing.
+    """
+
+    family: str
+    tags: tuple[str, ...]
+    variant: Variant
+    asks: str = ""
+
+    @property
+    def label(self) -> str:
+        """The kind of step, as one word."""
+        return "+".join((self.family, *self.tags))
+
+
+@dataclass(frozen=True)
 class Behaviour:
-    """All steps of one kind of one tree, with EAGLE drop or without.
+    """All steps of one case of one tree.
 
     Attributes:
         exploration: Its paths, shown to be complete.
-        left: By path, what the step leaves: the manager's attributes, and what it returned.
+        left: By path, what the step leaves: the manager's attributes, what it returned, and what it
+            gave back to the pool.
     """
 
     exploration: Exploration
@@ -225,17 +261,23 @@ class Behaviour:
 
 
 class _WatchedCore(Core):
-    """A lifted core that keeps each manager built from it, and what its allocation returned."""
+    """A lifted core that keeps each manager built from it, and what it returned and freed."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root, rewrite=rewrite, overrides=BUILTINS)
         self.managers_built: list[Any] = []
         self.returned: dict[int, Any] = {}
+        self.freed: dict[int, list[Any]] = {}
         self._watched = self._watching(super().symbol_of("MambaManager"))
 
     def symbol_of(self, name: str) -> Any:
         """Return a class of the core; the manager's is one that is watched."""
         return self._watched if name == "MambaManager" else super().symbol_of(name)
+
+    def forget(self) -> None:
+        """Let go of the managers of an exploration that is done."""
+        for kept in (self.managers_built, self.returned, self.freed):
+            kept.clear()
 
     def _watching(self, manager_class: Any) -> Any:
         core = self
@@ -244,60 +286,137 @@ class _WatchedCore(Core):
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 super().__init__(*args, **kwargs)
                 core.managers_built.append(self)
+                freed = core.freed[id(self)] = []
+                pool = kwargs["block_pool"]
+                take_back = pool.free_blocks
+
+                def free_blocks(blocks: Any) -> None:
+                    freed.append(blocks.copy())
+                    take_back(blocks)
+
+                pool.free_blocks = free_blocks
 
             def allocate_new_blocks(self, *args: Any, **kwargs: Any) -> Any:
                 core.returned[id(self)] = returned = super().allocate_new_blocks(*args, **kwargs)
                 return returned
 
+        Watched.__name__ = manager_class.__name__
         return Watched
 
 
-class Lifted:
-    """One tree, lifted: each kind of step is explored once."""
+class Lifted(LiftedTree):
+    """One tree, lifted: each case is explored once, with what its steps leave."""
 
     def __init__(self, root: Path) -> None:
-        self._core = _WatchedCore(root)
-        self._behaviours: dict[Kind, tuple[Behaviour, Behaviour]] = {}
+        self._core = self._watched_core = _WatchedCore(root)
+        self.traits = traits_of(self._core)
+        self._explored = {}
+        self._left: dict[Case, tuple[Mapping[str, Any], ...]] = {}
+        self._refuted: dict[tuple[str, tuple[str, ...], str], bool] = {}
 
-    def behaviours(self, kind: Kind) -> tuple[Behaviour, Behaviour]:
-        """Return all steps of a kind, without and with EAGLE drop.
+    def behaviour(self, case: Case) -> Behaviour:
+        """Return all steps of a case.
 
         Raises:
             NotUnderstood: As :func:`models.lift.explore`.
         """
-        if kind not in self._behaviours:
-            self._behaviours[kind] = self._explore(kind, False), self._explore(kind, True)
-        return self._behaviours[kind]
+        asks = {case.asks: True} if case.asks else {}
+        exploration = self.exploration(case.family, case.tags, case.variant, **asks)
+        return Behaviour(exploration, self._left[case])
 
-    def _explore(self, kind: Kind, eagle: bool) -> Behaviour:
-        self._core.managers_built.clear()
-        exploration = explore(self._core, *kind, eagle=eagle)
-        managers = self._core.managers_built
-        assert len(managers) == len(exploration.paths), "a manager per path"
-        return Behaviour(exploration, tuple(map(self._left_by, managers)))
+    def exploration(
+        self,
+        family: str,
+        tags: tuple[str, ...],
+        variant: Variant,
+        *,
+        asks_gate: bool = False,
+        asks_removal: bool = False,
+    ) -> Exploration:
+        """Explore as `LiftedTree` does, and keep what the steps leave."""
+        asks = "asks_gate" if asks_gate else "asks_removal" if asks_removal else ""
+        case = Case(family, tags, variant, asks)
+        found = super().exploration(
+            family, tags, variant, asks_gate=asks_gate, asks_removal=asks_removal
+        )
+        if case not in self._left:
+            # The last ones: some were built before, to learn how the tree's manager works.
+            managers = self._watched_core.managers_built[-len(found.paths) :]
+            self._left[case] = tuple(map(self._left_by, managers))
+        self._watched_core.forget()
+        return found
+
+    def is_refuted(self, case: Case, theorem: str) -> bool:
+        """Whether a theorem is refuted for a kind of step, in whichever setting."""
+        key = (case.family, case.tags, theorem)
+        if key not in self._refuted:
+            explorations = explorations_for(self, case.family, case.tags, THEOREMS[theorem])
+            self._refuted[key] = any(
+                smt.Question(each.assumptions).ask(Prover(each).violation(THEOREMS[theorem])).answer
+                is smt.Answer.SAT
+                for each in explorations
+            )
+        return self._refuted[key]
 
     def _left_by(self, manager: Any) -> dict[str, Any]:
         parts = {k: v for k, v in vars(manager).items() if k not in _CONSTANT_PARTS}
-        return {**parts, "returned blocks": self._core.returned.get(id(manager))}
+        return {
+            **parts,
+            "returned blocks": self._watched_core.returned.get(id(manager)),
+            "freed blocks": self._watched_core.freed[id(manager)],
+        }
 
 
 _lifted_release = cache(Lifted)
 
 
+def cases_of(traits: Traits, function: str) -> Iterator[Case]:
+    """Yield the cases that a function has a part in; those likely to show a change come first.
+
+    Gates are left out: they ask the estimator what a step of the whole request asks it.
+    """
+    name = function.rpartition(".")[2]
+    kinds = [kind for kind in OBLIGATIONS if traits.why_not(*kind) is None]
+    removal = THEOREMS["removal-keeps-state"]
+    if name in _IN_REMOVAL:
+        for family, tags in kinds:
+            if removal.why_not(family) is None:
+                yield Case(family, tags, Variant(), "asks_removal")
+    if name in _ONLY_IN_REMOVAL:
+        return
+    steps = [
+        Case(*kind, variant)
+        for kind in kinds
+        if kind[0] in _ONLY_IN_STEPS_OF.get(name, kind)
+        for variant in variants_of(traits, kind[0])
+    ]
+    first = _LIKELY_FIRST.get(name, ())
+    yield from sorted(
+        steps,
+        key=lambda case: (
+            case.family not in first or "overwide" in case.tags,
+            case.variant != Variant(),
+            first.index(case.family) if case.family in first else 0,
+        ),
+    )
+
+
 class Comparison:
-    """All steps of one kind of two trees, side by side."""
+    """All steps of one case of two trees, side by side."""
 
     def __init__(self, a: Behaviour, b: Behaviour) -> None:
         ours, theirs = a.exploration.assumptions, b.exploration.assumptions
-        assert all(ours[slug] is theirs[slug] for slug in {*ours, *theirs}), "one set of situations"
+        if any(ours.get(slug) is not theirs.get(slug) for slug in {*ours, *theirs}):
+            raise NotUnderstood("the two trees are not asked about the same steps")
         self._question = smt.Question(a.exploration.assumptions)
         pairs = itertools.product(
             zip(a.exploration.paths, a.left, strict=True),
             zip(b.exploration.paths, b.left, strict=True),
         )
         self._pairs = [
-            (term.conjunction((one[0].condition, other[0].condition)), one, other)
+            (_both(one[0], other[0]), one, other)
             for one, other in pairs
+            if not _exclude_each_other(one[0], other[0])
         ]
 
     def tell_apart(self, differs: Callable[[_Seen, _Seen], BoolLike]) -> smt.Result:
@@ -314,14 +433,29 @@ class Comparison:
         )
 
 
+def _both(one: PathSummary, other: PathSummary) -> BoolLike:
+    return term.conjunction((one.condition, other.condition))
+
+
+def _exclude_each_other(one: PathSummary, other: PathSummary) -> bool:
+    """Whether one path decides something one way and the other the other: terms are interned."""
+    against = {id(term.negation(literal)) for literal in one.decisions}
+    return any(id(literal) in against for literal in other.decisions)
+
+
+def differs(one: _Seen, other: _Seen) -> BoolLike:
+    """Return where two steps differ in what the theorems speak of, or in what they leave."""
+    return term.disjunction((step_differs(one, other), state_differs(one, other)))
+
+
 def step_differs(one: _Seen, other: _Seen) -> BoolLike:
-    """Return where two steps differ in what the theorems speak of."""
+    """Return where two steps differ in what is seen of them, beside what they leave."""
     a, b = one[0].step, other[0].step
     if a.raised != b.raised:
         return True
-    names = ["dry_run", "estimate", "drawn", "dry_run_left_state"]
+    names = ["gate", "dry_run", "estimate", "drawn", "dry_run_left_state"]
     if a.raised is None:
-        names += ["table_length", "tail_is_held"]
+        names += ["table_length", "deferred"]
     return _differ((getattr(a, name), getattr(b, name)) for name in names)
 
 
@@ -347,28 +481,43 @@ def _differ(pairs: Iterable[tuple[Any, Any]]) -> BoolLike:
 
 def _equal(a: Any, b: Any) -> BoolLike:
     """Whether two values of a manager are the same: numbers, terms and containers of them."""
-    if isinstance(a, Table | list) and isinstance(b, Table | list):
+    if a is b:
+        return True
+    if isinstance(a, Table) or isinstance(b, Table) or _are_blocks(a, b):
         return _same_table(*(x if isinstance(x, Table) else _as_table(x) for x in (a, b)))
     if isinstance(a, dict) and isinstance(b, dict):
         keys = {REQUEST} if isinstance(a, Pending) or isinstance(b, Pending) else {*a, *b}
         return term.conjunction(_same_entry(a, b, key) for key in keys)
     if isinstance(a, Block) and isinstance(b, Block):
-        return term.conjunction((a.block_id == b.block_id, _equal(a.writable, b.writable)))
-    if isinstance(a, tuple) and isinstance(b, tuple):
+        parts = [(a.block_id, b.block_id), (a.writable, b.writable)]
+        parts += [(a._refs, b._refs), (a._hash, b._hash)]
+        return term.conjunction(_equal(*part) for part in parts)
+    if isinstance(a, BlockHash) and isinstance(b, BlockHash):
+        return _equal(a.is_of_this_step, b.is_of_this_step)
+    if a is None or b is None or a is ... or b is ...:
+        return False
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         same_length = len(a) == len(b)
         return same_length and term.conjunction(map(_equal, a, b))
     if isinstance(a, bool | term.Bool) and isinstance(b, bool | term.Bool):
         return term.negation(a ^ b)
     if isinstance(a, int | term.Int) and isinstance(b, int | term.Int):
         return a == b
-    if isinstance(a, set | frozenset | str | None) and isinstance(b, set | frozenset | str | None):
+    if isinstance(a, Members) and isinstance(b, Members):
+        return a.is_known == b.is_known and set.__eq__(a, b)
+    if isinstance(a, set | frozenset | str) and isinstance(b, set | frozenset | str):
         return a == b
     raise NotUnderstood(f"comparing {type(a).__name__} with {type(b).__name__}")
 
 
-def _as_table(blocks: list[Any]) -> Table:
-    if not all(isinstance(block, Block) for block in blocks):
-        raise NotUnderstood("comparing a list of something else than blocks")
+def _are_blocks(a: Any, b: Any) -> bool:
+    lists = isinstance(a, list) and isinstance(b, list)
+    return lists and bool(a or b) and all(isinstance(x, Block) for x in (*a, *b))
+
+
+def _as_table(blocks: Any) -> Table:
+    if not isinstance(blocks, list) or not all(isinstance(block, Block) for block in blocks):
+        raise NotUnderstood("comparing a table with something else than blocks")
     return Table.of(blocks)
 
 
@@ -413,22 +562,20 @@ class Outcome(str, Enum):
 class Shown(str, Enum):
     """Whether the changed code, run natively, shows a counterexample."""
 
-    AS_IT_IS = "as it is"
-    """Admission and the step: the numbers are the counterexample's, the theorem is broken."""
-    BY_ANOTHER_HISTORY = "by another history"
-    """A step of the same family breaks the theorem, after other steps than one admission."""
+    AS_PREDICTED = "as predicted"
+    """Its numbers are those of the lifted code, and the theorem is broken."""
+    OTHERWISE = "otherwise"
+    """The theorem is broken, in other numbers."""
     NOT = "not shown"
 
 
 @dataclass(frozen=True)
 class Refutation:
-    """One theorem that the release keeps and the mutant breaks."""
+    """A theorem that the release keeps and the mutant breaks."""
 
     theorem: str
     kind: str
     shown: Shown
-    needs_pending_checkpoint: bool
-    """Whether only a state with the checkpoint of an earlier chunk shows it."""
     history: str
     """The steps that show it, in tokens."""
 
@@ -439,347 +586,153 @@ class Judgement:
 
     mutant: Mutant
     outcome: Outcome
-    refutations: tuple[Refutation, ...] = ()
+    refutation: Refutation | None = None
     notes: tuple[str, ...] = ()
     seconds: float = field(default=0.0, compare=False)
 
 
-def refuted_obligations(root: Path) -> frozenset[tuple[str, tuple[str, ...], str]]:
-    """Return what is refuted for a release as it is: family, tags and theorem."""
-    return frozenset(
-        (found.family, found.tags, found.theorem)
-        for found in prove(root)
-        if found.verdict is Verdict.REFUTED
-    )
-
-
-def judge(
-    mutant: Mutant, root: Path, refuted_before: frozenset[tuple[str, tuple[str, ...], str]]
-) -> Judgement:
+def judge(mutant: Mutant, root: Path) -> Judgement:
     """Make the change, prove the copy, and say what became of the mutant.
+
+    The first theorem that is refuted for the copy and not for the release ends it; cases in which
+    the two are shown to do the same need no theorem.
 
     Args:
         mutant: The change.
         root: The release's tree.
-        refuted_before: What is refuted for the release as it is; that tells nothing.
     """
     started = time.perf_counter()
     with mutated_tree(root, mutant) as tree:
         try:
-            found = _judge(mutant, root, tree, refuted_before)
+            found = _judge(mutant, _lifted_release(root), tree)
         except (Exception, Unsupported) as error:  # else its process would end without an answer
-            found = Judgement(mutant, Outcome.SURVIVED, (), (f"{type(error).__name__}: {error}",))
+            note = f"{type(error).__name__}: {error}".replace(str(tree), "the copy")
+            found = Judgement(mutant, Outcome.SURVIVED, None, (note,))
     return replace(found, seconds=time.perf_counter() - started)
 
 
-def _judge(
-    mutant: Mutant,
-    root: Path,
-    tree: Path,
-    refuted_before: frozenset[tuple[str, tuple[str, ...], str]],
-) -> Judgement:
-    obligations = list(prove(tree))
-    changed = _Changed(tree)
-    notes = tuple(_undecided(obligations))
-    broken = [
-        o
-        for o in obligations
-        if o.verdict is Verdict.REFUTED and (o.family, o.tags, o.theorem) not in refuted_before
-    ]
-    shown = [
-        _refutation(changed, (o.family, o.tags), o.theorem, o.counterexample)
-        for o in broken
-        if o.counterexample is not None
-    ]
-    if any(o.theorem != MODEL_THEOREM for o in broken):
-        return Judgement(mutant, Outcome.REFUTED, tuple(shown), notes)
-    release = _lifted_release(root)
-    if not broken:
-        shown += _broken_elsewhere(release, changed, refuted_before)
-    if shown:
-        return Judgement(mutant, Outcome.MODEL_ONLY, tuple(shown), notes)
-    doubts = list(_doubts_of_equivalence(release, changed.lifted))
-    outcome = Outcome.SURVIVED if doubts else Outcome.EQUIVALENT
-    return Judgement(mutant, outcome, (), (*notes, *doubts))
-
-
-def _undecided(obligations: Iterable[Obligation]) -> Iterator[str]:
-    """Yield what is neither proved nor refuted, one line per kind of step and verdict."""
-    reasons: dict[tuple[str, str, str], list[str]] = {}
-    for found in obligations:
-        if found.verdict not in (Verdict.PROVED, Verdict.REFUTED):
-            key = label(found.family, found.tags), found.verdict.value, found.reason or ""
-            reasons.setdefault(key, []).append(found.theorem)
-    for (kind, verdict, reason), theorems in reasons.items():
-        which = "all theorems" if len(theorems) == len(THEOREMS) else ", ".join(theorems)
-        yield f"{kind}: {verdict} ({which}): {reason}"
-
-
-def _doubts_of_equivalence(release: Lifted, lifted: Lifted) -> Iterator[str]:
-    """Yield, for each kind of step, why it is not proved that the mutant does the same."""
-    for kind in OBLIGATIONS:
+def _judge(mutant: Mutant, release: Lifted, tree: Path) -> Judgement:
+    lifted = Lifted(tree)
+    different: list[Case] = []
+    doubts: dict[str, list[str]] = {}
+    by_model: Refutation | None = None
+    for case in cases_of(release.traits, mutant.function):
         try:
-            pairs = zip(release.behaviours(kind), lifted.behaviours(kind), strict=True)
-            doubts = [doubt for pair in pairs for doubt in difference(*pair)]
+            behaviour = lifted.behaviour(case)
+            if is_same(release.behaviour(case), behaviour):
+                continue
         except NotUnderstood as error:
-            doubts = [str(error)]
-        if doubts:
-            yield f"{label(*kind)}: {'; '.join(dict.fromkeys(doubts))}"
+            doubts.setdefault(str(error).replace(f"{tree}/", ""), []).append(case.label)
+            continue
+        different.append(case)
+        found = _first_broken(release, behaviour.exploration, case)
+        if found is None:
+            continue
+        broken = _refutation(lifted, tree, case, *found)
+        if broken.theorem != MODEL_THEOREM:
+            return Judgement(mutant, Outcome.REFUTED, broken)
+        by_model = by_model or broken
+    if by_model is not None:
+        return Judgement(mutant, Outcome.MODEL_ONLY, by_model)
+    if different:  # the first one in detail: the questions are many, and some are hard
+        first, *others = different
+        for doubt in difference(release.behaviour(first), lifted.behaviour(first)):
+            doubts.setdefault(doubt, []).append(first.label)
+        also = dict.fromkeys(case.label for case in others if case.label != first.label)
+        if also:
+            doubts.setdefault("not shown to be the same", []).extend(also)
+    notes = tuple(f"{', '.join(dict.fromkeys(kinds))}: {doubt}" for doubt, kinds in doubts.items())
+    return Judgement(mutant, Outcome.SURVIVED if notes else Outcome.EQUIVALENT, None, notes)
+
+
+def _first_broken(
+    release: Lifted, exploration: Exploration, case: Case
+) -> tuple[str, Counterexample] | None:
+    """The first theorem that the mutant breaks and the release keeps; the model's is the last."""
+    prover = Prover(exploration)
+    for slug in sorted(THEOREMS, key=lambda slug: slug == MODEL_THEOREM):
+        theorem = THEOREMS[slug]
+        is_about = theorem.why_not(case.family) is None
+        is_about &= release.traits.why_not(case.family, case.tags, slug) is None
+        if (
+            is_about
+            and not theorem.asks_gate
+            and theorem.asks_removal == (case.asks == "asks_removal")
+        ):
+            counterexample = prover.settle(theorem).counterexample
+            if counterexample is not None and not release.is_refuted(case, slug):
+                return slug, counterexample
+    return None
+
+
+def is_same(a: Behaviour, b: Behaviour) -> bool:
+    """Whether it is proved that two trees' steps are the same."""
+    return Comparison(a, b).tell_apart(differs).answer is smt.Answer.UNSAT
 
 
 def difference(a: Behaviour, b: Behaviour) -> list[str]:
-    """Return in what two trees' steps may differ; nothing if it is proved that they do not."""
-    comparison = Comparison(a, b)
-    found = []
+    """Return in what two trees' steps that are not shown to be the same may differ."""
+    comparison, found = Comparison(a, b), []
     step = comparison.tell_apart(step_differs)
     if step.answer is not smt.Answer.UNSAT:
         found.append(f"another step ({step.reason or 'shown by a model'})")
-    state = comparison.tell_apart(state_differs)
-    if state.answer is smt.Answer.UNSAT:
-        return found
     for name in a.left[0]:
         result = comparison.tell_apart(part_differs(name))
         if result.answer is not smt.Answer.UNSAT:
-            found.append(f"leaves another `{name}` ({result.reason or 'shown by a model'})")
+            found.append(f"leaves other {name} ({result.reason or 'shown by a model'})")
     return found
-
-
-def _broken_elsewhere(
-    release: Lifted,
-    changed: _Changed,
-    refuted_before: frozenset[tuple[str, tuple[str, ...], str]],
-) -> Iterator[Refutation]:
-    """Yield theorems refuted before that the mutant breaks in a step where the release keeps them.
-
-    Where a theorem is refuted for the release as it is, a refutation says nothing; a step that the
-    release does right and the mutant does wrong says as much as elsewhere.
-    """
-    for family, tags, slug in sorted(refuted_before):
-        try:
-            old = release.behaviours((family, tags))
-            new = changed.lifted.behaviours((family, tags))
-        except NotUnderstood:
-            continue
-        for before, after in zip(old, new, strict=True):
-            counterexample = _newly_broken(before.exploration, after.exploration, slug)
-            if counterexample is not None:
-                yield _refutation(changed, (family, tags), slug, counterexample)
-                break
-
-
-def _newly_broken(before: Exploration, after: Exploration, slug: str) -> Counterexample | None:
-    kept = term.negation(Prover(before).violation(THEOREMS[slug]))
-    broken = Prover(after).violation(THEOREMS[slug])
-    question = smt.Question()
-    question.add(*after.assumptions.values(), kept, broken)
-    result = question.ask()
-    if result.answer is not smt.Answer.SAT:
-        return None
-    values = question.minimize(result.values, _variables(after.situation))
-    evaluator = Evaluator(values)
-    path = next(path for path in after.paths if evaluator.truth(path.condition))
-    situation = in_numbers(after.situation, evaluator)
-    step = in_numbers(path.step, evaluator)
-    return Counterexample(situation, step, intended.need(situation), path.raised_at)
-
-
-def _variables(situation: Situation) -> list[IntLike]:
-    parts = {**vars(situation.geometry), **vars(situation.call), **vars(situation)}
-    return [parts[name] for name in _LEAST_FIRST if isinstance(parts[name], term.Int)]
-
-
-def label(family: str, tags: Iterable[str]) -> str:
-    """A family with its tags, as one word."""
-    return "+".join((family, *tags))
 
 
 # ---- the changed code, run natively --------------------------------------------------------------
 
 
-class _Changed:
-    """A mutant's tree: its code on terms, and its code on numbers. Each is loaded when needed."""
-
-    def __init__(self, tree: Path) -> None:
-        self._tree = tree
-
-    @cached_property
-    def lifted(self) -> Lifted:
-        """The tree on terms."""
-        return Lifted(self._tree)
-
-    @cached_property
-    def driver(self) -> Driver:
-        """The tree's own managers."""
-        return core_driver(self._tree)
-
-
-def _refutation(changed: _Changed, kind: Kind, theorem: str, found: Counterexample) -> Refutation:
-    family, tags = kind
-    driver = changed.driver
-    calls = [*_admission_for(found.situation), found.situation.call]
-    if _shows_as_it_is(driver, theorem, found, calls):
-        return Refutation(
-            theorem, label(family, tags), Shown.AS_IT_IS, False, _history(found.situation, calls)
-        )
-    pending = _needs_pending_checkpoint(changed.lifted, kind, theorem)
-    for situation, history in itertools.islice(_histories(found.situation, kind), MAX_HISTORIES):
-        if _breaks(driver, theorem, kind, situation, history):
-            return Refutation(
-                theorem,
-                label(family, tags),
-                Shown.BY_ANOTHER_HISTORY,
-                pending,
-                _history(situation, history),
-            )
-    return Refutation(theorem, label(family, tags), Shown.NOT, pending, "")
-
-
-def _admission_for(situation: Situation) -> Iterator[Call]:
-    computed = situation.call.total_computed_tokens
-    if computed:
-        yield _chunk(0, computed, situation.call.prefill_end)
-
-
-def _chunk(start: int, end: int, prefill_end: int, lookahead: int = 0) -> Call:
-    return Call(end + lookahead, end, start, start, prefill_end)
-
-
-def _shows_as_it_is(
-    driver: Driver, theorem: str, found: Counterexample, calls: Sequence[Call]
-) -> bool:
-    """Whether the step gives the counterexample's numbers, and breaks the theorem."""
-    seen = _last_step(driver, found.situation, calls)
-    if seen is None:
-        return False
-    situation, step = seen
-    if situation.table_length != found.situation.table_length:
-        return False
-    if found.step.raised is not None:
-        return step.raised == found.step.raised
-    if any(getattr(step, name) != getattr(found.step, name) for name in _COMPARED):
-        return False
-    return _violates(driver, theorem, situation, step, calls)
-
-
-def _last_step(
-    driver: Driver,
-    asked: Situation,
-    calls: Sequence[Call],
-    *,
-    exactly_the_estimate: bool = False,
-) -> tuple[Situation, Step] | None:
-    """Apply calls to a fresh request; None where an earlier one than the last raises."""
-    tokens = max(call.num_tokens for call in calls)
-    blocks = 64 + 2 * len(calls) * (tokens // asked.geometry.block_size + 20)
+def _refutation(
+    lifted: Lifted, tree: Path, case: Case, theorem: str, found: Counterexample
+) -> Refutation:
+    """Replay a counterexample, made a scenario, on the changed code itself."""
+    obligation = Obligation(case.family, case.tags, theorem, Verdict.REFUTED, (), 0.0, found)
+    shown, history = Shown.NOT, ""
     try:
-        request = driver.request(asked.geometry, blocks)
-        for call in calls[:-1]:
-            if request.apply(call).raised is not None:
-                return None
-        situation = request.situation(calls[-1], asked.prefill_length)
-        step = request.apply(calls[-1], exactly_the_estimate=exactly_the_estimate)
-        if request.exception is None:
-            request.finish()
-    except (DriverError, ArithmeticError, LookupError, ValueError, AssertionError):
-        return None
-    return situation, step
+        scenario = refutation(_TARGET, obligation, found, {_TARGET: lifted})
+        seen = replay(scenario, core_driver(tree), _TARGET)
+    except (Exception, Unsupported):  # a mutant may break anything
+        return Refutation(theorem, case.label, shown, history)
+    if seen.theorem_holds is False:
+        reproduced = seen.outcome is ReplayOutcome.REPRODUCED
+        shown = Shown.AS_PREDICTED if reproduced else Shown.OTHERWISE
+        history = _history(scenario)
+    return Refutation(theorem, case.label, shown, history)
 
 
-def _violates(
-    driver: Driver, theorem: str, situation: Situation, step: Step, calls: Sequence[Call]
-) -> bool:
-    need = intended.need(situation)
-    if theorem == "allocation-succeeds" and step.raised is None:
-        if step.drawn <= step.estimate:
-            return False
-        seen = _last_step(driver, situation, calls, exactly_the_estimate=True)
-        return seen is not None and seen[1].raised is not None
-    return theorem_holds(theorem, situation, step, Pool(0, 0, 0), need) is False
-
-
-def _breaks(
-    driver: Driver, theorem: str, kind: Kind, situation: Situation, calls: Sequence[Call]
-) -> bool:
-    seen = _last_step(driver, situation, calls)
-    return (
-        seen is not None
-        and _kind_of(seen[0]) == kind
-        and _violates(driver, theorem, seen[0], seen[1], calls)
-    )
-
-
-def _kind_of(situation: Situation) -> Kind:
-    family = family_of(situation)
-    has_tag = family == "first" and bool(reserves_checkpoint(situation))
-    return family, ("checkpoint",) if has_tag else ()
-
-
-def _histories(found: Situation, kind: Kind) -> Iterator[tuple[Situation, list[Call]]]:
-    """Yield one, two or three chunks of small requests, the counterexample's geometry first."""
-    for geometry in _geometries(found.geometry):
-        most = 4 * geometry.block_size + geometry.hash_block_size
-        for number in (1,) if kind[0] == "first" else (2, 3):
-            for ends in itertools.combinations(range(1, most + 1), number):
-                for prefill_end in (0, ends[-1], ends[-1] + 1):
-                    calls = [
-                        _chunk(start, end, prefill_end)
-                        for start, end in zip((0, *ends), ends, strict=False)
-                    ]
-                    length = prefill_end or ends[-1] + 1
-                    situation = replace(
-                        found, geometry=geometry, call=calls[-1], prefill_length=length
-                    )
-                    yield situation, calls
-
-
-def _geometries(found: Geometry) -> Iterator[Geometry]:
-    sizes = dict.fromkeys(
-        ((found.block_size, found.hash_block_size), (1, 1), (2, 1), (2, 2), (4, 2))
-    )
-    speculative = dict.fromkeys((found.num_speculative_blocks, 0, 1, 2))
-    checkpoints = dict.fromkeys((found.num_prefill_checkpoint_blocks, 1))
-    alignments = dict.fromkeys((found.prefill_checkpoint_alignment, 1))
-    for (block, hashed), s, k, alignment in itertools.product(
-        sizes, speculative, checkpoints, alignments
-    ):
-        if block <= 8:
-            yield replace(
-                found,
-                block_size=block,
-                hash_block_size=hashed,
-                num_speculative_blocks=s,
-                num_prefill_checkpoint_blocks=k,
-                prefill_checkpoint_alignment=alignment,
-            )
-
-
-def _needs_pending_checkpoint(lifted: Lifted, kind: Kind, theorem: str) -> bool:
-    """Whether no step breaks the theorem unless an earlier chunk's checkpoint is still recorded."""
-    if kind[0] == "first":
-        return False
-    none_before = term.negation(term.bool_var("has_checkpoint_before"))
-    for behaviour in lifted.behaviours(kind):
-        exploration = behaviour.exploration
-        violation = Prover(exploration).violation(THEOREMS[theorem])
-        result = smt.Question(exploration.assumptions).ask(violation, none_before)
-        if result.answer is not smt.Answer.UNSAT:
-            return False
-    return True
-
-
-def _history(situation: Situation, calls: Sequence[Call]) -> str:
-    g = situation.geometry
+def _history(scenario: Scenario) -> str:
+    g = scenario.geometry
     sizes = [f"B={g.block_size}", f"H={g.hash_block_size}", f"S={g.num_speculative_blocks}"]
     sizes.append(f"K={g.num_prefill_checkpoint_blocks}")
     if g.prefill_checkpoint_alignment != 1:
         sizes.append(f"alignment={g.prefill_checkpoint_alignment}")
     if g.drop_eagle_checkpoint_block:
         sizes.append("EAGLE")
-    if situation.call.prefill_end:
-        sizes.append(f"prefill_end={situation.call.prefill_end}")
-    chunks = [f"{call.total_computed_tokens}→{call.num_tokens_main_model}" for call in calls]
-    lookahead = calls[-1].num_tokens - calls[-1].num_tokens_main_model
-    return f"{' '.join(sizes)}: {', '.join(chunks)}{f' (+{lookahead})' if lookahead else ''}"
+    if scenario.steps[-1].call.prefill_end:
+        sizes.append(f"prefill_end={scenario.steps[-1].call.prefill_end}")
+    return f"{' '.join(sizes)}: {', '.join(map(_chunk, scenario.steps))}"
+
+
+def _chunk(step: ScenarioStep) -> str:
+    call = step.call
+    parts = ["preempted"] if step.preempted else []
+    if step.num_hit_blocks:
+        evictable = " evictable" if step.hit_is_evictable else ""
+        parts.append(f"hit {call.num_local_computed_tokens}{evictable}")
+    if step.num_external_tokens:
+        parts.append(f"external {step.num_external_tokens}")
+    if step.loads_asynchronously:
+        parts.append("parked")
+    if step.owns_partial_tail:
+        parts.append("own tail")
+    lookahead = call.num_tokens - call.num_tokens_main_model
+    ahead = f" (+{lookahead})" if lookahead else ""
+    chunk = f"{call.total_computed_tokens}→{call.num_tokens_main_model}{ahead}"
+    return " ".join((*parts, chunk))
 
 
 # ---- results -------------------------------------------------------------------------------------
@@ -789,19 +742,20 @@ def judge_all(
     mutants: Sequence[Mutant], root: Path, *, jobs: int, on_progress: Callable[[str], None]
 ) -> list[Judgement]:
     """Judge mutants side by side; the results come in the order of the mutants."""
-    refuted_before = refuted_obligations(root)
     # A process per mutant: terms are interned, and what a solver is able to say may depend on the
     # order in which they came up. Where processes are forked, they share what is explored here.
-    for kind in OBLIGATIONS:
-        _lifted_release(root).behaviours(kind)
-    work = partial(judge, root=root, refuted_before=refuted_before)
+    release = _lifted_release(root)
+    cases = (case for mutant in mutants for case in cases_of(release.traits, mutant.function))
+    for case in dict.fromkeys(cases):
+        release.behaviour(case)
     judged: dict[str, Judgement] = {}
     with multiprocessing.Pool(jobs, maxtasksperchild=1) as pool:
-        for found in pool.imap_unordered(work, mutants):
+        for found in pool.imap_unordered(partial(judge, root=root), mutants):
             judged[found.mutant.name] = found
             done = f"{len(judged)}/{len(mutants)}"
             on_progress(
-                f"{done} {found.mutant.name}: {found.outcome.value} ({found.seconds:.1f} s)"
+                f"{done} {found.mutant.name}: {found.outcome.value} {_by(found)} "
+                f"({found.seconds:.1f} s)"
             )
     return [judged[mutant.name] for mutant in mutants]
 
@@ -809,25 +763,18 @@ def judge_all(
 def counts(judged: Sequence[Judgement]) -> dict[str, int]:
     """Return the summary, in the order it is printed."""
     of = Counter(found.outcome for found in judged)
-    refutations = [r for found in judged for r in found.refutations]
-    shown = Counter(r.shown for r in refutations)
-    shown_mutants = [
-        found for found in judged if any(r.shown is not Shown.NOT for r in found.refutations)
-    ]
+    shown = Counter(found.refutation.shown for found in judged if found.refutation is not None)
     return {
         "mutants": len(judged),
         "refuted by a theorem other than matches-intended": of[Outcome.REFUTED],
         "refuted by matches-intended alone": of[Outcome.MODEL_ONLY],
         "proved equivalent": of[Outcome.EQUIVALENT],
         "survived": of[Outcome.SURVIVED],
-        "refuted mutants that the changed code shows, run natively": len(shown_mutants),
-        "refutations (mutant, kind of step, theorem)": len(refutations),
-        "of these shown natively by admission and step": shown[Shown.AS_IT_IS],
-        "of these shown natively by another history": shown[Shown.BY_ANOTHER_HISTORY],
-        "of these not shown natively": shown[Shown.NOT],
-        "refutations that need an earlier chunk's checkpoint": sum(
-            r.needs_pending_checkpoint for r in refutations
-        ),
+        "refuted mutants whose code, run natively, shows it as predicted": shown[
+            Shown.AS_PREDICTED
+        ],
+        "refuted mutants whose code shows it in other numbers": shown[Shown.OTHERWISE],
+        "refuted mutants whose code was not seen to show it": shown[Shown.NOT],
     }
 
 
@@ -843,12 +790,9 @@ def plain_lines(judged: Sequence[Judgement]) -> Iterator[str]:
 
 
 def _by(found: Judgement) -> str:
-    kinds: dict[str, list[str]] = {}
-    for refutation in found.refutations:
-        kinds.setdefault(refutation.theorem, []).append(refutation.kind)
-    if found.outcome is Outcome.REFUTED:
-        kinds.pop(MODEL_THEOREM, None)
-    return "; ".join(f"{slug} ({', '.join(where)})" for slug, where in kinds.items())
+    return (
+        "" if found.refutation is None else f"{found.refutation.theorem} ({found.refutation.kind})"
+    )
 
 
 def page(judged: Sequence[Judgement], release: str) -> str:
@@ -859,18 +803,17 @@ def page(judged: Sequence[Judgement], release: str) -> str:
         "Written by `make mutants`; do not edit.",
         "",
         f"Each row is one change of a few tokens to vLLM {release}, made to a copy of its core and",
-        "proved like any tree. A mutant is **refuted** when a theorem that holds for the release",
-        "does not hold for the copy. `matches-intended` compares with the project's own model, so",
-        "mutants that nothing else refutes are counted apart; where the release itself differs",
-        "from the model, a step counts that the release does by the model and the mutant does not.",
-        "A mutant is **equivalent** when the solver shows, for every step of the families with",
-        "obligations, that estimate, dry run, blocks drawn, exceptions, block table, returned",
-        "blocks and every other part of the manager's state are the release's. Anything else has",
-        "**survived**: it is a hole in the theorems.",
+        "proved like any tree. A mutant is **refuted** when a theorem that is not refuted for the",
+        "release is refuted for the copy; the first one that is found is named, with its kind of",
+        "step. `matches-intended` compares with the project's own model, so mutants that nothing",
+        "else refutes are counted apart. A mutant is **equivalent** when the solver shows, for",
+        "every kind of step that the function has a part in, in every setting, that estimate, dry",
+        "run, blocks drawn, exceptions, block table, returned and freed blocks and every other",
+        "part of the manager's state are the release's. Anything else has **survived**: it is a",
+        "hole in the theorems.",
         "",
-        "Counterexamples are also run on the changed code itself, without a solver: admission of",
-        "the computed tokens and then the step, or, where the state needs more than that, the",
-        "first small history that breaks the theorem.",
+        "The counterexample is also run on the changed code itself, without a solver: an",
+        "admission and then the step.",
         "",
         "| count | of |",
         "|--:|---|",
@@ -895,28 +838,14 @@ def page(judged: Sequence[Judgement], release: str) -> str:
         function = mutant.function.rpartition(".")[2]
         cells = (f"`{mutant.name}`", f"`{function}`", mutant.kind, mutant.breaks)
         lines.append(f"| {' | '.join((*cells, found.outcome.value, _by(found), _native(found)))} |")
-    notes = [
-        f"- `{found.mutant.name}`: {note}"
-        for found in judged
-        for note in found.notes
-        if found.outcome is not Outcome.SURVIVED
-    ]
-    if notes:
-        lines += ["", "## Neither proved nor refuted, beside a refutation", "", *notes]
     return "\n".join(lines) + "\n"
 
 
 def _native(found: Judgement) -> str:
-    if not found.refutations:
+    if found.refutation is None:
         return ""
-    order = list(Shown)
-    best = min(
-        found.refutations,
-        key=lambda r: (r.theorem == MODEL_THEOREM, order.index(r.shown)),
-    )
-    shown = sum(r.shown is not Shown.NOT for r in found.refutations)
-    how = f"{best.shown.value}, {best.theorem}: {best.history}" if best.history else "not shown"
-    return f"{shown} of {len(found.refutations)}; {how}"
+    shown, history = found.refutation.shown.value, found.refutation.history
+    return f"{shown}: {history}" if history else shown
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
