@@ -12,7 +12,7 @@ TEST := $(VENV)/.test
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup prove matrix gen-tests conformance test check bench mutants clean
+.PHONY: help setup prove matrix gen-tests conformance test selfcheck check bench mutants clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ test: check ## everything that CI runs
 	$(BIN)/capproof gen-tests --check
 	$(BIN)/capproof conform --tier core
 	$(BIN)/capproof conform --tier vllm
+
+selfcheck: $(TEST) ## lifted and real code against each other, on every known release
+	CAPPROOF_ALL_RELEASES=1 $(BIN)/python -m pytest -n logical tests/test_lift.py
 
 check: $(TEST) ## ruff and mypy
 	$(BIN)/ruff check

@@ -31,7 +31,7 @@ ROWS = [
         pytest.mark.refuted(theorem="allocation-succeeds", targets={"vllm==0.30.0": "estimates 1, draws 2, needs 2", "vllm==0.31.0": "estimates 1, draws 2, needs 2", "vllm==0.33.0": "estimates 1, draws 2, needs 2"}, raises=AssertionError),
         pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 1, draws 2, needs 2", "vllm==0.31.0": "estimates 1, draws 2, needs 2", "vllm==0.33.0": "estimates 1, draws 2, needs 2"}, raises=AssertionError),
     ]),
-    pytest.param(Geometry(1, 1, 0, 0, 1, False), 13, [load(external=1, end=2, gate=2)], Expect(2, 2, None, 0), id="b1-h1-s0-k0-a1-sync-1-tokens-2-gate-2", marks=[
+    pytest.param(Geometry(1, 1, 0, 0, 1, False), 13, [load(external=1, end=2, gate=2)], Expect(2, 2, None, 0), id="b1-h1-s0-k0-a1-sync-1-tokens-2-of-1-gate-2", marks=[
         pytest.mark.refuted(theorem="no-undercount", targets={"vllm==0.30.0": "estimates 1, draws 2, needs 2", "vllm==0.31.0": "estimates 1, draws 2, needs 2", "vllm==0.33.0": "estimates 1, draws 2, needs 2"}, raises=AssertionError),
         pytest.mark.refuted(theorem="exact-estimate", targets={"vllm==0.30.0": "estimates 1, draws 2, needs 2", "vllm==0.31.0": "estimates 1, draws 2, needs 2", "vllm==0.33.0": "estimates 1, draws 2, needs 2"}, raises=AssertionError),
         pytest.mark.refuted(theorem="allocation-succeeds", targets={"vllm==0.30.0": "estimates 1, draws 2, needs 2", "vllm==0.31.0": "estimates 1, draws 2, needs 2", "vllm==0.33.0": "estimates 1, draws 2, needs 2"}, raises=AssertionError),
@@ -44,7 +44,7 @@ ROWS = [
         pytest.mark.refuted(theorem="allocation-succeeds", targets={"vllm==0.30.0": "estimates 2, draws 3, needs 3", "vllm==0.31.0": "estimates 2, draws 3, needs 3", "vllm==0.33.0": "estimates 2, draws 3, needs 3"}, raises=AssertionError),
         pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 2, draws 3, needs 3", "vllm==0.31.0": "estimates 2, draws 3, needs 3", "vllm==0.33.0": "estimates 2, draws 3, needs 3"}, raises=AssertionError),
     ]),
-    pytest.param(Geometry(1, 1, 0, 1, 1, False), 14, [load(external=1, end=3, gate=3)], Expect(3, 3, (2, 1), 0), id="b1-h1-s0-k1-a1-sync-1-tokens-3-gate-3", marks=[
+    pytest.param(Geometry(1, 1, 0, 1, 1, False), 14, [load(external=1, end=3, gate=3)], Expect(3, 3, (2, 1), 0), id="b1-h1-s0-k1-a1-sync-1-tokens-3-of-2-gate-3", marks=[
         pytest.mark.refuted(theorem="no-undercount", targets={"vllm==0.30.0": "estimates 2, draws 3, needs 3", "vllm==0.31.0": "estimates 2, draws 3, needs 3", "vllm==0.33.0": "estimates 2, draws 3, needs 3"}, raises=AssertionError),
         pytest.mark.refuted(theorem="exact-estimate", targets={"vllm==0.30.0": "estimates 2, draws 3, needs 3", "vllm==0.31.0": "estimates 2, draws 3, needs 3", "vllm==0.33.0": "estimates 2, draws 3, needs 3"}, raises=AssertionError),
         pytest.mark.refuted(theorem="allocation-succeeds", targets={"vllm==0.30.0": "estimates 2, draws 3, needs 3", "vllm==0.31.0": "estimates 2, draws 3, needs 3", "vllm==0.33.0": "estimates 2, draws 3, needs 3"}, raises=AssertionError),
@@ -718,7 +718,7 @@ ROWS = [
         pytest.mark.refuted(theorem="allocation-succeeds", targets={"vllm==0.30.0": "estimates 1, draws 2, needs 2", "vllm==0.31.0": "estimates 1, draws 2, needs 2", "vllm==0.33.0": "estimates 1, draws 2, needs 2"}, raises=AssertionError),
         pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 1, draws 2, needs 2", "vllm==0.31.0": "estimates 1, draws 2, needs 2", "vllm==0.33.0": "estimates 1, draws 2, needs 2"}, raises=AssertionError),
     ]),
-    pytest.param(Geometry(896, 128, 0, 0, 64, False), 13, [load(external=1, end=1_048_576, gate=1_048_577)], Expect(2, 1_171, None, 0), id="b896-h128-s0-k0-a64-sync-1-tokens-1048576-gate-1048577", marks=[
+    pytest.param(Geometry(896, 128, 0, 0, 64, False), 13, [load(external=1, end=1_048_576, gate=1_048_576)], Expect(2, 1_171, None, 0), id="b896-h128-s0-k0-a64-sync-1-tokens-1048576-of-1048575-gate-1048576", marks=[
         pytest.mark.refuted(theorem="no-undercount", targets={"vllm==0.30.0": "estimates 1, draws 2, needs 2", "vllm==0.31.0": "estimates 1, draws 2, needs 2", "vllm==0.33.0": "estimates 1, draws 2, needs 2"}, raises=AssertionError),
         pytest.mark.refuted(theorem="exact-estimate", targets={"vllm==0.30.0": "estimates 1, draws 2, needs 2", "vllm==0.31.0": "estimates 1, draws 2, needs 2", "vllm==0.33.0": "estimates 1, draws 2, needs 2"}, raises=AssertionError),
         pytest.mark.refuted(theorem="allocation-succeeds", targets={"vllm==0.30.0": "estimates 1, draws 2, needs 2", "vllm==0.31.0": "estimates 1, draws 2, needs 2", "vllm==0.33.0": "estimates 1, draws 2, needs 2"}, raises=AssertionError),
@@ -731,7 +731,7 @@ ROWS = [
         pytest.mark.refuted(theorem="allocation-succeeds", targets={"vllm==0.30.0": "estimates 2, draws 3, needs 3", "vllm==0.31.0": "estimates 2, draws 3, needs 3", "vllm==0.33.0": "estimates 2, draws 3, needs 3"}, raises=AssertionError),
         pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 2, draws 3, needs 3", "vllm==0.31.0": "estimates 2, draws 3, needs 3", "vllm==0.33.0": "estimates 2, draws 3, needs 3"}, raises=AssertionError),
     ]),
-    pytest.param(Geometry(896, 128, 0, 1, 64, False), 14, [load(local=127, external=1, end=1_048_576, gate=1_048_577)], Expect(3, 1_171, (1_048_448, 1_169), 0), id="b896-h128-s0-k1-a64-hit-127-in-0-sync-1-tokens-1048576-gate-1048577", marks=[
+    pytest.param(Geometry(896, 128, 0, 1, 64, False), 14, [load(local=127, external=1, end=1_048_576, gate=1_048_576)], Expect(3, 1_171, (1_048_448, 1_169), 0), id="b896-h128-s0-k1-a64-hit-127-in-0-sync-1-tokens-1048576-of-1048575-gate-1048576", marks=[
         pytest.mark.refuted(theorem="no-undercount", targets={"vllm==0.30.0": "estimates 2, draws 3, needs 3", "vllm==0.31.0": "estimates 2, draws 3, needs 3", "vllm==0.33.0": "estimates 2, draws 3, needs 3"}, raises=AssertionError),
         pytest.mark.refuted(theorem="exact-estimate", targets={"vllm==0.30.0": "estimates 2, draws 3, needs 3", "vllm==0.31.0": "estimates 2, draws 3, needs 3", "vllm==0.33.0": "estimates 2, draws 3, needs 3"}, raises=AssertionError),
         pytest.mark.refuted(theorem="allocation-succeeds", targets={"vllm==0.30.0": "estimates 2, draws 3, needs 3", "vllm==0.31.0": "estimates 2, draws 3, needs 3", "vllm==0.33.0": "estimates 2, draws 3, needs 3"}, raises=AssertionError),

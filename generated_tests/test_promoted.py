@@ -99,6 +99,11 @@ ROWS = [
     pytest.param(Geometry(16, 1, 2, 0, 4, False), 22, [park(external=1), own_tail(chunk(1, 33))], Expect(2, 5, None, 0), id="b16-h1-s2-k0-a4-async-1-tokens-1-33-own-tail"),
     pytest.param(Geometry(16, 1, 2, 0, 4, False), 22, [park(external=1), own_tail(chunk(1, 49))], Expect(2, 6, None, 0), id="b16-h1-s2-k0-a4-async-1-tokens-1-49-own-tail"),
     pytest.param(Geometry(16, 1, 2, 0, 4, False), 22, [park(external=1), own_tail(chunk(1, 65))], Expect(2, 7, None, 0), id="b16-h1-s2-k0-a4-async-1-tokens-1-65-own-tail"),
+    pytest.param(Geometry(16, 1, 8, 0, 4, False), 34, [park(external=1), own_tail(chunk(1, 49))], Expect(2, 12, None, 0), id="b16-h1-s8-k0-a4-async-1-tokens-1-49-own-tail"),
+    pytest.param(Geometry(16, 1, 8, 0, 4, False), 34, [park(external=1), own_tail(chunk(1, 65))], Expect(2, 13, None, 0), id="b16-h1-s8-k0-a4-async-1-tokens-1-65-own-tail"),
+    pytest.param(Geometry(16, 1, 8, 0, 4, False), 34, [park(external=1), own_tail(chunk(1, 81))], Expect(2, 14, None, 0), id="b16-h1-s8-k0-a4-async-1-tokens-1-81-own-tail"),
+    pytest.param(Geometry(16, 1, 8, 0, 4, False), 34, [park(external=1), own_tail(chunk(1, 97))], Expect(2, 15, None, 0), id="b16-h1-s8-k0-a4-async-1-tokens-1-97-own-tail"),
+    pytest.param(Geometry(16, 1, 8, 0, 4, False), 34, [park(external=1), own_tail(chunk(1, 113))], Expect(2, 16, None, 0), id="b16-h1-s8-k0-a4-async-1-tokens-1-113-own-tail"),
     pytest.param(Geometry(16, 1, 8, 0, 4, False), 34, [park(external=1), own_tail(chunk(1, 129))], Expect(2, 17, None, 0), id="b16-h1-s8-k0-a4-async-1-tokens-1-129-own-tail"),
     pytest.param(Geometry(16, 1, 8, 0, 4, False), 34, [park(external=1), own_tail(chunk(1, 145))], Expect(2, 18, None, 0), id="b16-h1-s8-k0-a4-async-1-tokens-1-145-own-tail"),
     pytest.param(Geometry(16, 1, 8, 0, 4, False), 34, [park(external=1), own_tail(chunk(1, 161))], Expect(2, 19, None, 0), id="b16-h1-s8-k0-a4-async-1-tokens-1-161-own-tail"),
@@ -182,20 +187,52 @@ ROWS = [
     pytest.param(Geometry(16, 4, 2, 1, 4, False), 24, [park(external=17), chunk(4, 81)], Expect(2, 8, (80, 4), 1), id="b16-h4-s2-k1-a4-async-17-tokens-17-81-back-to-4", marks=[
         pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 4, draws 4, needs 2", "vllm==0.31.0": "estimates 4, draws 4, needs 2"}, raises=AssertionError),
     ]),
-    pytest.param(Geometry(16, 4, 3, 0, 4, False), 23, [park(external=17), chunk(1, 65)], Expect(1, 8, None, 1), id="b16-h4-s3-k0-a4-async-17-tokens-17-65-back-to-1"),
-    pytest.param(Geometry(16, 4, 4, 0, 4, False), 25, [park(external=17), chunk(1, 81)], Expect(1, 10, None, 1), id="b16-h4-s4-k0-a4-async-17-tokens-17-81-back-to-1"),
-    pytest.param(Geometry(16, 4, 5, 0, 4, False), 27, [park(external=17), chunk(1, 97)], Expect(1, 12, None, 1), id="b16-h4-s5-k0-a4-async-17-tokens-17-97-back-to-1"),
-    pytest.param(Geometry(16, 4, 6, 0, 4, False), 29, [park(external=17), chunk(1, 113)], Expect(1, 14, None, 1), id="b16-h4-s6-k0-a4-async-17-tokens-17-113-back-to-1"),
-    pytest.param(Geometry(16, 4, 7, 0, 4, False), 31, [park(external=17), chunk(1, 129)], Expect(1, 16, None, 1), id="b16-h4-s7-k0-a4-async-17-tokens-17-129-back-to-1"),
-    pytest.param(Geometry(16, 4, 7, 1, 4, False), 39, [park(external=4), own_tail(chunk(4, 129))], Expect(3, 16, (128, 7), 0), id="b16-h4-s7-k1-a4-async-4-tokens-4-129-own-tail", marks=[
-        pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 9, draws 9, needs 3", "vllm==0.31.0": "estimates 9, draws 9, needs 3"}, raises=AssertionError),
-    ]),
+    pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [park(external=1), chunk(1, 49)], Expect(1, 12, None, 0), id="b16-h4-s8-k0-a4-async-1-tokens-1-49"),
+    pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [park(external=1), chunk(1, 65)], Expect(1, 13, None, 0), id="b16-h4-s8-k0-a4-async-1-tokens-1-65"),
+    pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [park(external=1), chunk(1, 81)], Expect(1, 14, None, 0), id="b16-h4-s8-k0-a4-async-1-tokens-1-81"),
+    pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [park(external=1), chunk(1, 97)], Expect(1, 15, None, 0), id="b16-h4-s8-k0-a4-async-1-tokens-1-97"),
+    pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [park(external=1), chunk(1, 113)], Expect(1, 16, None, 0), id="b16-h4-s8-k0-a4-async-1-tokens-1-113"),
     pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [park(external=1), chunk(1, 129)], Expect(1, 17, None, 0), id="b16-h4-s8-k0-a4-async-1-tokens-1-129"),
     pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [park(external=1), chunk(1, 145)], Expect(1, 18, None, 0), id="b16-h4-s8-k0-a4-async-1-tokens-1-145"),
     pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [park(external=1), chunk(1, 161)], Expect(1, 19, None, 0), id="b16-h4-s8-k0-a4-async-1-tokens-1-161"),
+    pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [park(external=17), chunk(1, 65)], Expect(1, 13, None, 1), id="b16-h4-s8-k0-a4-async-17-tokens-17-65-back-to-1"),
+    pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [park(external=17), chunk(1, 81)], Expect(1, 14, None, 1), id="b16-h4-s8-k0-a4-async-17-tokens-17-81-back-to-1"),
+    pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [park(external=17), chunk(1, 97)], Expect(1, 15, None, 1), id="b16-h4-s8-k0-a4-async-17-tokens-17-97-back-to-1"),
+    pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [park(external=17), chunk(1, 113)], Expect(1, 16, None, 1), id="b16-h4-s8-k0-a4-async-17-tokens-17-113-back-to-1"),
+    pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [park(external=17), chunk(1, 129)], Expect(1, 17, None, 1), id="b16-h4-s8-k0-a4-async-17-tokens-17-129-back-to-1"),
     pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [park(external=17), chunk(1, 145)], Expect(1, 18, None, 1), id="b16-h4-s8-k0-a4-async-17-tokens-17-145-back-to-1"),
     pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [park(external=17), chunk(1, 161)], Expect(1, 19, None, 1), id="b16-h4-s8-k0-a4-async-17-tokens-17-161-back-to-1"),
     pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [park(external=17), chunk(1, 177)], Expect(1, 20, None, 1), id="b16-h4-s8-k0-a4-async-17-tokens-17-177-back-to-1"),
+    pytest.param(Geometry(16, 4, 8, 1, 4, False), 36, [park(external=4), chunk(4, 65)], Expect(2, 13, (64, 3), 0), id="b16-h4-s8-k1-a4-async-4-tokens-4-65", marks=[
+        pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 4, draws 4, needs 2", "vllm==0.31.0": "estimates 4, draws 4, needs 2"}, raises=AssertionError),
+    ]),
+    pytest.param(Geometry(16, 4, 8, 1, 4, False), 37, [park(external=4), own_tail(chunk(4, 65))], Expect(3, 13, (64, 3), 0), id="b16-h4-s8-k1-a4-async-4-tokens-4-65-own-tail", marks=[
+        pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 5, draws 5, needs 3", "vllm==0.31.0": "estimates 5, draws 5, needs 3"}, raises=AssertionError),
+    ]),
+    pytest.param(Geometry(16, 4, 8, 1, 4, False), 37, [park(external=4), chunk(4, 81)], Expect(2, 14, (80, 4), 0), id="b16-h4-s8-k1-a4-async-4-tokens-4-81", marks=[
+        pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 5, draws 5, needs 2", "vllm==0.31.0": "estimates 5, draws 5, needs 2"}, raises=AssertionError),
+    ]),
+    pytest.param(Geometry(16, 4, 8, 1, 4, False), 38, [park(external=4), own_tail(chunk(4, 81))], Expect(3, 14, (80, 4), 0), id="b16-h4-s8-k1-a4-async-4-tokens-4-81-own-tail", marks=[
+        pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 6, draws 6, needs 3", "vllm==0.31.0": "estimates 6, draws 6, needs 3"}, raises=AssertionError),
+    ]),
+    pytest.param(Geometry(16, 4, 8, 1, 4, False), 38, [park(external=4), chunk(4, 97)], Expect(2, 15, (96, 5), 0), id="b16-h4-s8-k1-a4-async-4-tokens-4-97", marks=[
+        pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 6, draws 6, needs 2", "vllm==0.31.0": "estimates 6, draws 6, needs 2"}, raises=AssertionError),
+    ]),
+    pytest.param(Geometry(16, 4, 8, 1, 4, False), 39, [park(external=4), own_tail(chunk(4, 97))], Expect(3, 15, (96, 5), 0), id="b16-h4-s8-k1-a4-async-4-tokens-4-97-own-tail", marks=[
+        pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 7, draws 7, needs 3", "vllm==0.31.0": "estimates 7, draws 7, needs 3"}, raises=AssertionError),
+    ]),
+    pytest.param(Geometry(16, 4, 8, 1, 4, False), 39, [park(external=4), chunk(4, 113)], Expect(2, 16, (112, 6), 0), id="b16-h4-s8-k1-a4-async-4-tokens-4-113", marks=[
+        pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 7, draws 7, needs 2", "vllm==0.31.0": "estimates 7, draws 7, needs 2"}, raises=AssertionError),
+    ]),
+    pytest.param(Geometry(16, 4, 8, 1, 4, False), 40, [park(external=4), own_tail(chunk(4, 113))], Expect(3, 16, (112, 6), 0), id="b16-h4-s8-k1-a4-async-4-tokens-4-113-own-tail", marks=[
+        pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 8, draws 8, needs 3", "vllm==0.31.0": "estimates 8, draws 8, needs 3"}, raises=AssertionError),
+    ]),
+    pytest.param(Geometry(16, 4, 8, 1, 4, False), 40, [park(external=4), chunk(4, 129)], Expect(2, 17, (128, 7), 0), id="b16-h4-s8-k1-a4-async-4-tokens-4-129", marks=[
+        pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 8, draws 8, needs 2", "vllm==0.31.0": "estimates 8, draws 8, needs 2"}, raises=AssertionError),
+    ]),
+    pytest.param(Geometry(16, 4, 8, 1, 4, False), 41, [park(external=4), own_tail(chunk(4, 129))], Expect(3, 17, (128, 7), 0), id="b16-h4-s8-k1-a4-async-4-tokens-4-129-own-tail", marks=[
+        pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 9, draws 9, needs 3", "vllm==0.31.0": "estimates 9, draws 9, needs 3"}, raises=AssertionError),
+    ]),
     pytest.param(Geometry(16, 4, 8, 1, 4, False), 41, [park(external=4), chunk(4, 145)], Expect(2, 18, (144, 8), 0), id="b16-h4-s8-k1-a4-async-4-tokens-4-145", marks=[
         pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 9, draws 9, needs 2", "vllm==0.31.0": "estimates 9, draws 9, needs 2"}, raises=AssertionError),
     ]),
@@ -207,6 +244,21 @@ ROWS = [
     ]),
     pytest.param(Geometry(16, 4, 8, 1, 4, False), 43, [park(external=4), own_tail(chunk(4, 161))], Expect(3, 19, (160, 9), 0), id="b16-h4-s8-k1-a4-async-4-tokens-4-161-own-tail", marks=[
         pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 11, draws 11, needs 3", "vllm==0.31.0": "estimates 11, draws 11, needs 3"}, raises=AssertionError),
+    ]),
+    pytest.param(Geometry(16, 4, 8, 1, 4, False), 36, [park(external=17), chunk(4, 81)], Expect(2, 14, (80, 4), 1), id="b16-h4-s8-k1-a4-async-17-tokens-17-81-back-to-4", marks=[
+        pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 4, draws 4, needs 2", "vllm==0.31.0": "estimates 4, draws 4, needs 2"}, raises=AssertionError),
+    ]),
+    pytest.param(Geometry(16, 4, 8, 1, 4, False), 37, [park(external=17), chunk(4, 97)], Expect(2, 15, (96, 5), 1), id="b16-h4-s8-k1-a4-async-17-tokens-17-97-back-to-4", marks=[
+        pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 5, draws 5, needs 2", "vllm==0.31.0": "estimates 5, draws 5, needs 2"}, raises=AssertionError),
+    ]),
+    pytest.param(Geometry(16, 4, 8, 1, 4, False), 38, [park(external=17), chunk(4, 113)], Expect(2, 16, (112, 6), 1), id="b16-h4-s8-k1-a4-async-17-tokens-17-113-back-to-4", marks=[
+        pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 6, draws 6, needs 2", "vllm==0.31.0": "estimates 6, draws 6, needs 2"}, raises=AssertionError),
+    ]),
+    pytest.param(Geometry(16, 4, 8, 1, 4, False), 39, [park(external=17), chunk(4, 129)], Expect(2, 17, (128, 7), 1), id="b16-h4-s8-k1-a4-async-17-tokens-17-129-back-to-4", marks=[
+        pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 7, draws 7, needs 2", "vllm==0.31.0": "estimates 7, draws 7, needs 2"}, raises=AssertionError),
+    ]),
+    pytest.param(Geometry(16, 4, 8, 1, 4, False), 40, [park(external=17), chunk(4, 145)], Expect(2, 18, (144, 8), 1), id="b16-h4-s8-k1-a4-async-17-tokens-17-145-back-to-4", marks=[
+        pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 8, draws 8, needs 2", "vllm==0.31.0": "estimates 8, draws 8, needs 2"}, raises=AssertionError),
     ]),
     pytest.param(Geometry(16, 4, 8, 1, 4, False), 41, [park(external=17), chunk(4, 161)], Expect(2, 19, (160, 9), 1), id="b16-h4-s8-k1-a4-async-17-tokens-17-161-back-to-4", marks=[
         pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 9, draws 9, needs 2", "vllm==0.31.0": "estimates 9, draws 9, needs 2"}, raises=AssertionError),

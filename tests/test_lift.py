@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -57,8 +58,11 @@ def has_kind(release: str, kind: Kind) -> bool:
     return (not starts_inside or minor >= 26) and (not keeps_checkpoint or minor >= 29)
 
 
+#: One release of each shape that the accounting had; `make selfcheck` takes all.
+SAMPLE = ("0.24.0", "0.27.0", "0.29.0", "0.31.0", "0.33.0")
+CHECKED = RELEASES if os.environ.get("CAPPROOF_ALL_RELEASES") else SAMPLE
 KINDS_OF_RELEASES = [
-    (release, kind) for release in RELEASES for kind in OBLIGATIONS if has_kind(release, kind)
+    (release, kind) for release in CHECKED for kind in OBLIGATIONS if has_kind(release, kind)
 ]
 
 
