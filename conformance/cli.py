@@ -157,7 +157,7 @@ def gen_tests(targets: tuple[str, ...], out: Path, against: str | None, check: b
     with _cannot_run_on(writing.GenTestsError):
         if not check:
             trees = _resolved(targets or DEFAULT_TARGETS)
-            rows = _settle_all(trees, Selection(), reads_cache=False, writes_cache=True, jobs=jobs)
+            rows = _settle_all(trees, Selection(), reads_cache=True, writes_cache=True, jobs=jobs)
             found = {
                 tree.target: [row for row in rows if row["target"] == tree.target] for tree in trees
             }
@@ -168,7 +168,7 @@ def gen_tests(targets: tuple[str, ...], out: Path, against: str | None, check: b
             return _show_surprises(console, found, against)
         differences = writing.check_rendering(out)
         trees = _resolved(targets or writing.committed_targets(out))
-        rows = _settle_all(trees, Selection(), reads_cache=False, writes_cache=False, jobs=jobs)
+        rows = _settle_all(trees, Selection(), reads_cache=False, writes_cache=True, jobs=jobs)
         with _progress(), _ctrl_c_ends_at_once():
             differences += writing.check_verdicts(out, rows)
             differences += writing.check_scenarios(out, trees, rows)

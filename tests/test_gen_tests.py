@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from conformance import cli, gen_tests, obligations
+from conformance import cli, gen_tests
 from conformance.gen_tests import (
     GenTestsError,
     check_rendering,
@@ -62,9 +62,11 @@ def solved(
     """Solving and lifting take no time: they were done before."""
     monkeypatch.setattr(gen_tests, "LiftedTree", lifted.__getitem__)
     monkeypatch.setattr(
-        obligations,
-        "settle",
-        lambda tree, *arguments, **options: [row for row in rows if row["target"] == tree.target],
+        cli,
+        "_settle_all",
+        lambda trees, *arguments, **options: [
+            row for row in rows if row["target"] in {tree.target for tree in trees}
+        ],
     )
 
 

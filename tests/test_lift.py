@@ -59,7 +59,7 @@ def has_kind(release: str, kind: Kind) -> bool:
 
 
 #: One release of each shape that the accounting had; `make selfcheck` takes all.
-SAMPLE = ("0.24.0", "0.27.0", "0.29.0", "0.31.0", "0.33.0")
+SAMPLE = ("0.27.0", "0.29.0", "0.33.0")
 CHECKED = RELEASES if os.environ.get("CAPPROOF_ALL_RELEASES") else SAMPLE
 KINDS_OF_RELEASES = [
     (release, kind) for release in CHECKED for kind in OBLIGATIONS if has_kind(release, kind)
@@ -155,7 +155,7 @@ def test_lifted_summaries_agree_with_the_real_function(
         assert lived >= 1
 
 
-@pytest.mark.parametrize("release", ["0.24.0", "0.33.0"])
+@pytest.mark.parametrize("release", ["0.27.0", "0.33.0"])
 @pytest.mark.parametrize("family", ADMISSIONS)
 def test_the_gate_is_asked_as_the_real_one(
     lifted_trees: Mapping[str, LiftedTree], drivers: Drivers, release: str, family: str
