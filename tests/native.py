@@ -78,7 +78,7 @@ def native_step(driver: Driver, situation: Situation, values: Values) -> tuple[S
     elif situation.table_length:
         _admit(request, parked=situation.parked)
         manager.req_to_blocks[REQUEST] = _table(request, situation, values)
-        if situation.geometry.num_speculative_blocks == 0 and values.get("was_parked_before"):
+        if situation.geometry.num_speculative_blocks == 0 and values.get("was_parked"):
             manager._allocated_block_reqs.discard(REQUEST)
     _leave_checkpoint(manager, values)
     if situation.table_length:
