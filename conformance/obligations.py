@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import platform
@@ -21,20 +20,17 @@ import diskcache
 import models
 import spec
 from conformance import scenario
-from conformance.bindings import OWN_METHODS
 from conformance.driver import BindingError, Driver, core_driver
 from conformance.expectations import EXPECTABLE, MANAGER, expected, where
 from conformance.replay import Outcome, replay
 from conformance.scenario import Scenario
-from conformance.targets import CORE_FILE, Tree, cache_root
-from models.loader import CORE_MODULES, CoreError
+from conformance.targets import Tree, cache_root
+from models.loader import CORE_MODULES
 from spec.assumptions import CHECKPOINT_BLOCKS, SPECULATIVE_BLOCKS
 from spec.theorems import OBLIGATIONS, THEOREMS
 
 if TYPE_CHECKING:
-    from models.lift import Exploration
     from models.predict import LiftedTree
-    from models.traits import Traits
 
 SCHEMA = 1
 NOT_APPLICABLE = "NOT_APPLICABLE"
@@ -269,21 +265,6 @@ def _incomplete(row: Row) -> Row:
     return {key: value for key, value in row.items() if key not in ("target", "expected")}
 
 
-def _check_own_methods(tree: Tree) -> None:
-    """Refuse a tree whose manager inherits what it is judged for: that counts by another rule."""
-    file = tree.root / CORE_FILE
-    try:
-        content = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return  # loading it says what is wrong
-    for node in content.body:
-        if isinstance(node, ast.ClassDef) and node.name in OWN_METHODS:
-            own = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
-            for method in OWN_METHODS[node.name]:
-                if method not in own:
-                    raise CoreError(f"{file}: no {node.name}.{method} here (renamed?)")
-
-
 def _prove(tree: Tree, selection: Selection, on_progress: Callable[[str], None]) -> Iterator[Row]:
     """Yield the rows of one kind of step."""
     from conformance.generate import refutation, refutation_at_production_sizes
@@ -292,11 +273,7 @@ def _prove(tree: Tree, selection: Selection, on_progress: Callable[[str], None])
     ((family, tags),) = selection.kinds
     on_progress(f"{tree.target} {family} {' '.join(tags)}".strip())
     lifted, real_code = _loaded(tree, _fingerprint(tree))
-    for obligation in prove(
-        _OfOneKind(lifted, (family, tags)), families=(family,), theorems=selection.theorems
-    ):
-        if obligation.tags != tags:
-            continue
+    for obligation in prove(lifted, kinds=selection.kinds, theorems=selection.theorems):
         found = at_scale = seen = None
         if obligation.counterexample is not None:
             trees = {tree.target: lifted}
@@ -327,29 +304,7 @@ def _loaded(tree: Tree, fingerprint: str) -> tuple[LiftedTree, _RealCode]:
     """Load a tree once for all kinds of step; an edited one has another fingerprint."""
     from models.predict import LiftedTree
 
-    _check_own_methods(tree)
     return LiftedTree(tree.root), _RealCode(tree)
-
-
-@dataclass(frozen=True)
-class _OfOneKind:
-    """A tree in which no other kind of step is explored."""
-
-    tree: LiftedTree
-    kind: Kind
-
-    @property
-    def traits(self) -> Traits:
-        return self.tree.traits
-
-    def explorations_of(
-        self, family: str, tags: tuple[str, ...], **asks: bool
-    ) -> Sequence[Exploration]:
-        from models.lift import NotUnderstood
-
-        if (family, tags) != self.kind:
-            raise NotUnderstood("not asked for")
-        return self.tree.explorations_of(family, tags, **asks)
 
 
 class _RealCode:

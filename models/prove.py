@@ -131,6 +131,7 @@ def prove(
     tree: Explorer,
     *,
     families: Sequence[str] = (),
+    kinds: Sequence[tuple[str, tuple[str, ...]]] = (),
     theorems: Sequence[str] = (),
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Obligation]:
@@ -139,6 +140,7 @@ def prove(
     Args:
         tree: What is explored.
         families: Slugs of families.
+        kinds: Families with the tags that are told apart.
         theorems: Slugs of theorems.
         on_progress: Told what is being worked on.
 
@@ -147,7 +149,7 @@ def prove(
     """
     chosen = [THEOREMS[slug] for slug in THEOREMS if not theorems or slug in theorems]
     for family, tags in OBLIGATIONS:
-        if families and family not in families:
+        if (families and family not in families) or (kinds and (family, tags) not in kinds):
             continue
         on_progress(f"{family} {' '.join(tags)}".strip())
         applicable = []
