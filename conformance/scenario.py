@@ -20,8 +20,9 @@ from spec.vocabulary import Call, Geometry
 
 SCHEMA = 1
 
-#: Slugs of the managers that a scenario may name.
-MANAGERS = frozenset({"mamba-align"})
+#: Slugs of the managers that a scenario may name, and how many Mamba groups each has beside a
+#: full-attention group; one that is asked by itself has none.
+MANAGERS: dict[str, tuple[int, ...]] = {"mamba-align": (0,), "coordinator": (1, 2)}
 
 #: Integers beyond this are refused: JSON readers elsewhere hold numbers as doubles.
 MAX_INT = 2**53
@@ -77,6 +78,10 @@ class ScenarioStep:
     num_request_tokens: int = 0
     """Tokens that the request has, which the full-sequence gate is asked about before this step,
     which admits it; 0 where nobody asks."""
+    num_evictable_attention_hits: int = 0
+    """Blocks of the local hit in the full-attention group that nobody references."""
+    other_hits_are_evictable: bool = False
+    """Whether nobody references the hit's last block in the Mamba groups behind the first."""
 
 
 #: Fields of a step that a file may leave out, and does where they have their default.
@@ -91,6 +96,8 @@ ADMISSION_ONLY = (
     "num_external_tokens",
     "loads_asynchronously",
     "num_request_tokens",
+    "num_evictable_attention_hits",
+    "other_hits_are_evictable",
 )
 
 
@@ -135,6 +142,8 @@ class Scenario:
     """Free text: "witness of ...", "edge of path ...", "CASES.md ..."."""
     predicted: Mapping[str, Prediction] | None = None
     """By target; None and an empty mapping both mean that nothing is predicted."""
+    num_mamba_groups: int = 0
+    """Mamba groups beside the full-attention group; 0 where one manager is asked by itself."""
     schema: int = SCHEMA
 
 
@@ -143,10 +152,12 @@ class Scenario:
 
 def to_json(scenario: Scenario) -> dict[str, Any]:
     """Return the JSON object of a scenario."""
+    groups = {"num_mamba_groups": scenario.num_mamba_groups} if scenario.num_mamba_groups else {}
     return {
         "schema": scenario.schema,
         "name": scenario.name,
         "manager": scenario.manager,
+        **groups,
         "geometry": _geometry_to_json(scenario.geometry),
         "num_gpu_blocks": scenario.num_gpu_blocks,
         "steps": [_step_to_json(step) for step in scenario.steps],
@@ -348,8 +359,14 @@ def _parse_scenario(field: _Field) -> Scenario:
     _check_schema_first(field)
     content = field.object(
         [item.name for item in fields(Scenario)],
-        optional=["tags", "theorem", "source", "predicted"],
+        optional=["tags", "theorem", "source", "predicted", "num_mamba_groups"],
     )
+    manager = _parse_manager(content["manager"])
+    num_mamba_groups = content.get("num_mamba_groups", _Field(0)).integer()
+    if num_mamba_groups not in MANAGERS[manager]:
+        known = " or ".join(map(str, MANAGERS[manager]))
+        reason = f"{num_mamba_groups} Mamba groups; {manager} has {known}"
+        raise content.get("num_mamba_groups", field).refuse(reason)
     steps = content["steps"].items()
     if not steps:
         raise content["steps"].refuse("a scenario has at least one step")
@@ -357,15 +374,19 @@ def _parse_scenario(field: _Field) -> Scenario:
     geometry = _parse_geometry(content["geometry"])
     return Scenario(
         name=content["name"].slug(),
-        manager=_parse_manager(content["manager"]),
+        manager=manager,
         geometry=geometry,
         num_gpu_blocks=content["num_gpu_blocks"].integer(least=1),
-        steps=tuple(_parse_step(step, geometry, is_first=step is steps[0]) for step in steps),
+        steps=tuple(
+            _parse_step(step, geometry, num_mamba_groups, is_first=step is steps[0])
+            for step in steps
+        ),
         family=content["family"].slug(),
         tags=content["tags"].slugs() if "tags" in content else (),
         theorem=content.get("theorem", absent).or_none(content.get("theorem", absent).slug),
         source=content["source"].text() if "source" in content else "",
         predicted=_parse_predicted(content["predicted"]) if "predicted" in content else {},
+        num_mamba_groups=num_mamba_groups,
     )
 
 
@@ -427,7 +448,9 @@ def _parse_optional_sizes(content: Mapping[str, _Field], hash_block_size: int) -
     }
 
 
-def _parse_step(field: _Field, geometry: Geometry, *, is_first: bool) -> ScenarioStep:
+def _parse_step(
+    field: _Field, geometry: Geometry, num_mamba_groups: int, *, is_first: bool
+) -> ScenarioStep:
     call_fields = [item.name for item in fields(Call)]
     content = field.object(
         ["why", *call_fields, "prefill_length", "expect", *KIND_DEFAULTS],
@@ -440,7 +463,8 @@ def _parse_step(field: _Field, geometry: Geometry, *, is_first: bool) -> Scenari
         expect=_parse_expect(content["expect"]) if "expect" in content else Expect(),
         **_parse_kind(content),
     )
-    for name, reason in _objections(step, geometry, is_first):
+    objections = _objections(step, geometry, is_first)
+    for name, reason in (*objections, *_objections_to_groups(step, geometry, num_mamba_groups)):
         raise _Field(None, f"{field.path}.{name}").refuse(reason)
     return step
 
@@ -496,6 +520,19 @@ def _objections_to_adoption(step: ScenarioStep, geometry: Geometry) -> Iterator[
             yield "total_computed_tokens", f"{total} is not {local} local and {external} external"
         if local and not num_blocks and not external:
             yield "num_local_computed_tokens", f"no hit holds the {local} local tokens"
+
+
+def _objections_to_groups(
+    step: ScenarioStep, geometry: Geometry, num_mamba_groups: int
+) -> Iterator[tuple[str, str]]:
+    columns = -(-step.call.num_local_computed_tokens // geometry.block_size)
+    evictable = step.num_evictable_attention_hits
+    if evictable and not num_mamba_groups:
+        yield "num_evictable_attention_hits", "there is no full-attention group"
+    elif evictable > (columns if step.num_hit_blocks or step.num_external_tokens else 0):
+        yield "num_evictable_attention_hits", f"the hit has not {evictable} blocks"
+    if step.other_hits_are_evictable and not (num_mamba_groups > 1 and step.num_hit_blocks):
+        yield "other_hits_are_evictable", "there is no hit in another Mamba group"
 
 
 def _objections_to_tail(

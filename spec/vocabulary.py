@@ -92,6 +92,15 @@ class Situation:
     """Whether an earlier estimate of the request left a checkpoint pending."""
     owns_partial_tail: BoolLike = False
     """Whether the request's own partial tail block is cached and must be copied on write."""
+    num_mamba_groups: IntLike = 0
+    """Mamba groups that share a pool with one full-attention group, all as this situation says; 0
+    where one manager is asked by itself."""
+    attention_table_length: IntLike = 0
+    """Columns of the request's block table in the full-attention group; 0 before admission."""
+    num_evictable_attention_hits: IntLike = 0
+    """Blocks of the local hit in the full-attention group that nobody references."""
+    other_hits_are_evictable: BoolLike = False
+    """Whether nobody references the hit's last block in the Mamba groups behind the first."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +148,9 @@ class Step:
     """Name of the exception type that ended the step, None where it went through."""
     deferred: BoolLike = False
     """Whether the estimate is the deliberate `num_gpu_blocks + 1`."""
+    refused: BoolLike = False
+    """Whether `KVCacheManager.allocate_slots` found too few free blocks, so that nothing was
+    done."""
 
     @property
     def pending_checkpoint(self) -> tuple[int, int] | None:
