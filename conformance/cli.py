@@ -31,10 +31,9 @@ from conformance.targets import (
     resolve,
 )
 from spec.families import FAMILIES
-from spec.theorems import THEOREMS
+from spec.theorems import MANAGERS, THEOREMS
 
 AS_EXPECTED, NOT_AS_EXPECTED, COULD_NOT_RUN = 0, 1, 2
-MANAGERS = ("mamba-align",)
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 #: Columns of a table that goes into a pipe or a file.
 _PIPE_WIDTH = 160
@@ -103,7 +102,7 @@ def prove(
     from conformance.report import show_differences, show_unproved, show_verdicts
 
     _check_names(managers, families, theorems)
-    selection = Selection(families, theorems)
+    selection = Selection(families, theorems, managers=managers)
     if not list(selection.obligations()):
         raise CannotRun("nothing to prove: no obligation is in this selection")
     _check_writable("--json", json_file)
@@ -549,7 +548,7 @@ def _show_surprises(
     console: Any, rows: Mapping[str, list[dict[str, Any]]], against: str | None
 ) -> int:
     """Print what no target was expected to break, whose tests will fail."""
-    from conformance.expectations import MANAGER, expected, where
+    from conformance.expectations import expected, where
     from conformance.obligations import is_as_expected
     from conformance.report import show_unproved
 
@@ -559,7 +558,9 @@ def _show_surprises(
             "expected": row["expected"]
             or (
                 against
-                and expected(against, MANAGER, where(row["family"], row["tags"]), row["theorem"])
+                and expected(
+                    against, row["manager"], where(row["family"], row["tags"]), row["theorem"]
+                )
             ),
         }
         for found in rows.values()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from conformance.obligations import Row
 from conformance.replay import Outcome, replay_in
@@ -15,9 +16,9 @@ from conformance.scenario import loads
 from conformance.targets import Tree
 from models import second_solver
 from models.predict import LiftedTree
-from models.prove import Prover
+from models.prove import Prover, explorations_for
 from models.smt import Answer
-from spec.theorems import THEOREMS
+from spec.theorems import THEOREMS, Theorem
 
 AGREES, DISAGREES, UNDECIDED = "agrees", "disagrees", "undecided"
 
@@ -38,7 +39,7 @@ class _Checker:
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
         self._lifted = LiftedTree(tree.root)
-        self._provers: dict[tuple[str, tuple[str, ...], bool], list[Prover]] = {}
+        self._provers: dict[tuple[Any, ...], list[Prover]] = {}
 
     def check(self, row: Row) -> str | None:
         if row["verdict"] == "REFUTED":
@@ -57,9 +58,7 @@ class _Checker:
         theorem = THEOREMS[row["theorem"]]
         scripts = (
             script
-            for prover in self._provers_of(
-                row["family"], tuple(row["tags"]), asks_gate=theorem.asks_gate
-            )
+            for prover in self._provers_of(row, theorem)
             for script in (prover.smtlib(theorem), prover.uncovered_smtlib())
         )
         answers = {second_solver.ask(script) for script in scripts}
@@ -67,9 +66,10 @@ class _Checker:
             return DISAGREES
         return UNDECIDED if Answer.UNKNOWN in answers else AGREES
 
-    def _provers_of(self, family: str, tags: tuple[str, ...], *, asks_gate: bool) -> list[Prover]:
-        key = family, tags, asks_gate
+    def _provers_of(self, row: Row, theorem: Theorem) -> list[Prover]:
+        kind = row["manager"], row["family"], tuple(row["tags"])
+        key = *kind, theorem.asks
         if key not in self._provers:
-            found = self._lifted.explorations_of(family, tags, asks_gate=asks_gate)
+            found = explorations_for(self._lifted, *kind, theorem)
             self._provers[key] = [Prover(exploration) for exploration in found]
         return self._provers[key]

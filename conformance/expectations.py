@@ -6,11 +6,12 @@ import sys
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import spec
 from conformance.targets import KNOWN_RELEASES
-from spec.theorems import OBLIGATIONS, THEOREMS
+from spec.theorems import MANAGERS, OBLIGATIONS, THEOREMS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -18,12 +19,15 @@ else:
     import tomli as tomllib
 
 EXPECTATIONS_FILE = Path(spec.__file__).with_name("expectations.toml")
-#: The manager that is modelled.
-MANAGER = "mamba-align"
 #: All that can be expected; UNKNOWN, UNSUPPORTED and VACUOUS never can.
 EXPECTABLE = ("PROVED", "REFUTED", "NOT_APPLICABLE")
 
 _Key = tuple[str, str, str, str]
+
+
+def suite_of(manager: str, family: str) -> str:
+    """Return the name of a family's scenarios and tests on a manager."""
+    return family if manager == "mamba-align" else f"{manager}-{family}"
 
 
 def where(family: str, tags: tuple[str, ...] | list[str]) -> str:
@@ -49,10 +53,11 @@ def expectations() -> dict[_Key, str]:
         if entry["verdict"] not in EXPECTABLE:
             raise ValueError(f"{EXPECTATIONS_FILE}: {entry['verdict']} cannot be expected")
         targets, families, theorems = (_matching(entry[of], names) for of, names in known.items())
+        entry_managers = _matching([entry["manager"]], list(MANAGERS))
         for target in targets:
-            for family in families:
-                for theorem in theorems:
-                    found[target, entry["manager"], family, theorem] = entry["verdict"]
+            for manager, family, theorem in product(entry_managers, families, theorems):
+                if manager in THEOREMS[theorem].managers:
+                    found[target, manager, family, theorem] = entry["verdict"]
     return found
 
 

@@ -15,17 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from conformance import cases, generate, render
-from conformance.expectations import expectations, expected, where
+from conformance.expectations import expectations, expected, suite_of, where
 from conformance.obligations import Row
 from conformance.scenario import Scenario, ScenarioError, dumps, load, loads
 from conformance.targets import Tree
 from models.predict import LiftedTree
 from models.smt import SOLVER_VERSION
 from spec.families import FAMILIES
+from spec.theorems import MANAGERS
 
 SCENARIOS = Path("scenarios")
 REFUTATIONS = SCENARIOS / "refutations"
 VERDICTS = SCENARIOS / "verdicts.json"
+_SUITES = tuple(suite_of(manager, family) for manager in MANAGERS for family in FAMILIES)
 
 Verdicts = Mapping[str, Mapping[str, Mapping[str, str]]]
 
@@ -65,7 +67,7 @@ def generate_files(
     requests.update(generate.cases(cases.known_cases()))
     refuted = _all_refutations(itertools.chain(*rows.values()), lifted)
     requests.update({generate.request_in(scenario): scenario.source for scenario in refuted})
-    by_family = generate.collect(requests, lifted)
+    by_suite = generate.collect(requests, lifted)
     verdicts = {target: _by_family(found) for target, found in rows.items()}
     content = {
         "schema": 1,
@@ -73,10 +75,10 @@ def generate_files(
         "against": against,
         "verdicts": verdicts,
     }
-    files = {SCENARIOS / f"{family}.json": dumps(group) for family, group in by_family.items()}
+    files = {SCENARIOS / f"{suite}.json": dumps(group) for suite, group in by_suite.items()}
     files[VERDICTS] = json.dumps(content, indent=2) + "\n"
     files.update({REFUTATIONS / f"{s.name}.json": dumps(s) for s in refuted})
-    return {**files, **_rendered(by_family, content, SOLVER_VERSION)}
+    return {**files, **_rendered(by_suite, content, SOLVER_VERSION)}
 
 
 def write(files: Mapping[Path, str], out: Path) -> list[Path]:
@@ -130,8 +132,8 @@ def check_scenarios(out: Path, trees: Sequence[Tree], rows: Iterable[Row]) -> li
     committed = _committed(out)["verdicts"]
     others = [target for target in committed if target not in lifted]
     found = [
-        Difference(f"{SCENARIOS / family}.json: {scenario.name} is not what is predicted now")
-        for family, group in _committed_scenarios(out).items()
+        Difference(f"{SCENARIOS / suite}.json: {scenario.name} is not what is predicted now")
+        for suite, group in _committed_scenarios(out).items()
         for scenario in group
         if not _is_same(scenario, generate.with_predictions(scenario, lifted), others)
     ]
@@ -167,10 +169,10 @@ def check_rendering(out: Path) -> list[Difference]:
         GenTestsError: There are no scenarios, or a file of theirs cannot be read.
         ScenarioError: A scenario file is not one.
     """
-    by_family = _committed_scenarios(out)
+    by_suite = _committed_scenarios(out)
     content = _committed(out)
     solver = content["solver"].removeprefix("z3 ")
-    rendered = _rendered(by_family, content, solver)
+    rendered = _rendered(by_suite, content, solver)
     stale = [
         Difference(f"{path} differs from what its scenarios render to")
         for path, text in rendered.items()
@@ -185,11 +187,11 @@ def check_rendering(out: Path) -> list[Difference]:
 
 
 def _committed_scenarios(out: Path) -> dict[str, list[Scenario]]:
-    files = [out / SCENARIOS / f"{family}.json" for family in FAMILIES]
-    by_family = {file.stem: load(file) for file in sorted(files) if file.is_file()}
-    if not by_family:
+    files = [out / SCENARIOS / f"{suite}.json" for suite in _SUITES]
+    by_suite = {file.stem: load(file) for file in sorted(files) if file.is_file()}
+    if not by_suite:
         raise GenTestsError(f"{out / SCENARIOS}: no scenarios here; run `capproof gen-tests` first")
-    return by_family
+    return by_suite
 
 
 def check_verdicts(out: Path, rows: Iterable[Row]) -> list[Difference]:
@@ -262,10 +264,10 @@ def _all_refutations(rows: Iterable[Row], lifted: Mapping[str, LiftedTree]) -> l
 
 
 def _rendered(
-    by_family: Mapping[str, Sequence[Scenario]], content: Mapping[str, Any], solver: str
+    by_suite: Mapping[str, Sequence[Scenario]], content: Mapping[str, Any], solver: str
 ) -> dict[Path, str]:
     is_expected = _expecting(content["against"])
-    files = render.render(by_family, content["verdicts"], solver, is_expected)
+    files = render.render(by_suite, content["verdicts"], solver, is_expected)
     return {Path(path): text for path, text in files.items()}
 
 
@@ -275,7 +277,7 @@ def _expecting(against: str | None) -> render.IsExpected:
 
     def is_expected(target: str, scenario: Scenario, slug: str) -> bool:
         of = target if target in known or against is None else against
-        where_listed = render.obligation_of(scenario)
+        where_listed = where(scenario.family, render.tags_told_apart(scenario))
         return expected(of, scenario.manager, where_listed, slug) == "REFUTED"
 
     return is_expected
@@ -289,7 +291,7 @@ def _by_family(rows: Iterable[Row]) -> dict[str, dict[str, str]]:
 
 
 def _where(row: Row) -> str:
-    return where(row["family"], row["tags"])
+    return where(suite_of(row["manager"], row["family"]), row["tags"])
 
 
 def _generated_in(out: Path) -> list[Path]:
@@ -314,7 +316,8 @@ def _is_ours(path: Path, out: Path) -> bool:
         return False
     if path.parent == out / REFUTATIONS:
         return [scenario.name for scenario in scenarios] == [path.stem]
-    return path.stem in FAMILIES and {scenario.family for scenario in scenarios} == {path.stem}
+    suites = {suite_of(scenario.manager, scenario.family) for scenario in scenarios}
+    return path.stem in _SUITES and suites == {path.stem}
 
 
 def _text(path: Path) -> str | None:

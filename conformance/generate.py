@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from conformance.cases import Case
+from conformance.expectations import suite_of
 from conformance.scenario import MAX_SLUG_LENGTH, Expect, Prediction, Scenario, ScenarioStep
 from models import intended, smt, term
 from models.evaluate import Evaluator
 from models.lift import Exploration, PathSummary, Variant
-from models.predict import LiftedTree, after, obligation_of, violated
+from models.predict import LiftedTree, after, manager_of, obligation_of, violated
 from models.prove import (
-    MANAGER,
     Counterexample,
     Obligation,
     Prover,
@@ -61,10 +61,13 @@ _ORDER = (
     "num_prefill_checkpoint_blocks",
     "num_speculative_blocks",
     "hit_is_evictable",
+    "other_hits_are_evictable",
+    "num_evictable_attention_hits",
     "num_blocks_per_hit_unit",
     "num_tokens_behind_checkpoint",
     "prefill_end",
     "num_excess_columns",
+    "num_excess_attention_columns",
     "num_external_tokens",
     "num_hit_blocks",
     "num_local_computed_tokens",
@@ -79,11 +82,14 @@ _LONGEST = (
     "num_prefill_checkpoint_blocks",
     "num_speculative_blocks",
     "hit_is_evictable",
+    "other_hits_are_evictable",
+    "num_evictable_attention_hits",
     "num_blocks_per_hit_unit",
     "num_tokens_behind_checkpoint",
     "tokens_left",
     "prefill_end",
     "num_excess_columns",
+    "num_excess_attention_columns",
     "num_external_tokens",
     "num_hit_blocks",
     "num_local_computed_tokens",
@@ -100,6 +106,8 @@ class Origin:
     num_hit_blocks: int = 0
     """Blocks of the local hit in this group."""
     hit_is_evictable: bool = False
+    num_evictable_attention_hits: int = 0
+    other_hits_are_evictable: bool = False
     num_external_tokens: int = 0
     loads_asynchronously: bool = False
     preempted: bool = False
@@ -112,6 +120,9 @@ class Origin:
         if self.num_local_tokens:
             parts.append(f"hit-{self.num_local_tokens}-in-{self.num_hit_blocks}")
         parts += ["evictable"] if self.hit_is_evictable else []
+        parts += ["others-evictable"] if self.other_hits_are_evictable else []
+        if self.num_evictable_attention_hits:
+            parts.append(f"attention-evictable-{self.num_evictable_attention_hits}")
         if self.num_external_tokens:
             parts.append("async" if self.loads_asynchronously else "sync")
             parts.append(str(self.num_external_tokens))
@@ -137,6 +148,8 @@ class Request:
     """Whether the last step finds the request's own partial tail cached."""
     num_request_tokens: int = 0
     """Tokens that the full-sequence gate is asked about before the last step; 0: it is not."""
+    num_mamba_groups: int = 0
+    """Mamba groups beside a full-attention group; 0 is one Mamba manager by itself."""
 
     def situations(self) -> Iterator[Situation]:
         """Yield what decides the family of each step."""
@@ -144,7 +157,13 @@ class Request:
         end_of_prefill = length if self.is_sparse else 0
         if self.origin.preempted:
             call = Call(1, 1, 0, 0, end_of_prefill)
-            yield Situation(self.geometry, call, table_length=0, prefill_length=length)
+            yield Situation(
+                self.geometry,
+                call,
+                table_length=0,
+                prefill_length=length,
+                num_mamba_groups=self.num_mamba_groups,
+            )
         situation = self._admission(length, end_of_prefill)
         for i, end in enumerate(self.chunks):
             if i:
@@ -161,9 +180,12 @@ class Request:
             prefill_length=length,
             num_hit_blocks=origin.num_hit_blocks,
             hit_is_evictable=origin.hit_is_evictable,
+            num_evictable_attention_hits=origin.num_evictable_attention_hits,
+            other_hits_are_evictable=origin.other_hits_are_evictable,
             num_external_tokens=origin.num_external_tokens,
             loads_asynchronously=origin.loads_asynchronously,
             preempted=origin.preempted,
+            num_mamba_groups=self.num_mamba_groups,
         )
 
     def _under_test(self, situation: Situation) -> Situation:
@@ -186,7 +208,8 @@ class Request:
     def name(self) -> str:
         """A slug that tells the request."""
         g = self.geometry
-        parts = [f"b{g.block_size}-h{g.hash_block_size}-s{g.num_speculative_blocks}"]
+        parts = [f"groups-{1 + self.num_mamba_groups}"] if self.num_mamba_groups else []
+        parts.append(f"b{g.block_size}-h{g.hash_block_size}-s{g.num_speculative_blocks}")
         parts.append(f"k{g.num_prefill_checkpoint_blocks}-a{g.prefill_checkpoint_alignment}")
         if g.cache_hit_alignment_tokens != g.hash_block_size:
             parts.append(f"u{g.cache_hit_alignment_tokens}")
@@ -222,6 +245,7 @@ def request_of(situation: Situation) -> Request:
         prefill_length=situation.prefill_length if is_sparse or decodes or asks_gate else 0,
         is_sparse=is_sparse,
         num_request_tokens=situation.num_request_tokens,
+        num_mamba_groups=situation.num_mamba_groups,
     )
 
 
@@ -230,6 +254,8 @@ def _admitted(situation: Situation) -> Request:
         situation.call.num_local_computed_tokens,
         situation.num_hit_blocks,
         bool(situation.hit_is_evictable) and situation.num_hit_blocks > 0,
+        situation.num_evictable_attention_hits,
+        bool(situation.other_hits_are_evictable) and situation.num_hit_blocks > 0,
         situation.num_external_tokens,
         situation.loads_asynchronously,
         situation.preempted,
@@ -304,7 +330,8 @@ def scenario_of(
             predicted[target] = _prediction(last, step, tree.traits)
     return Scenario(
         name=name or request.name,
-        manager=MANAGER,
+        manager=manager_of(last),
+        num_mamba_groups=request.num_mamba_groups,
         geometry=request.geometry,
         num_gpu_blocks=_pool_size(situations, predicted.values()),
         steps=tuple(_steps(situations)),
@@ -370,6 +397,8 @@ _OF_THE_STEP = (
     "preempted",
     "owns_partial_tail",
     "num_request_tokens",
+    "num_evictable_attention_hits",
+    "other_hits_are_evictable",
 )
 _WHY = {
     "first": "admission of the first chunk",
@@ -395,8 +424,11 @@ def _why(situation: Situation) -> str:
 def _pool_size(situations: Sequence[Situation], predictions: Iterable[Prediction]) -> int:
     """A pool large enough for anything: for the estimates, and for all that the steps draw."""
     most = max((abs(p.estimate or 0) for p in predictions), default=0)
-    per_step = 4 + situations[0].geometry.num_speculative_blocks
-    return most + per_step * len(situations) + SPARE_BLOCKS
+    first, last = situations[0], situations[-1]
+    per_step = 4 + first.geometry.num_speculative_blocks
+    attention = cdiv(last.call.num_tokens, last.geometry.block_size) if last.num_mamba_groups else 0
+    groups = max(last.num_mamba_groups, 1)
+    return most + groups * per_step * len(situations) + attention + SPARE_BLOCKS
 
 
 # ---- where requests come from --------------------------------------------------------------------
@@ -413,7 +445,7 @@ def refutation(
     Where the state that the counterexample starts from has more to it than two chunks bring about,
     such as a checkpoint left pending, the least one that they do bring about is taken instead.
     """
-    where = "-".join((obligation.family, *obligation.tags))
+    where = _where(obligation)
 
     def scenario(situation: Situation) -> Scenario:
         return scenario_of(
@@ -430,6 +462,11 @@ def refutation(
         if reachable is not None:
             return scenario(reachable)
     return found
+
+
+def _where(obligation: Obligation) -> str:
+    of_groups = () if obligation.manager == "mamba-align" else (obligation.manager,)
+    return "-".join((*of_groups, obligation.family, *obligation.tags))
 
 
 def _shows(scenario: Scenario, target: str) -> bool:
@@ -451,7 +488,8 @@ def _least_reachable(obligation: Obligation, tree: LiftedTree) -> Situation | No
 
 def _explorations_of(obligation: Obligation, tree: LiftedTree) -> list[Exploration]:
     theorem = THEOREMS[obligation.theorem]
-    return [*explorations_for(tree, obligation.family, obligation.tags, theorem)]
+    kind = obligation.manager, obligation.family, obligation.tags
+    return [*explorations_for(tree, *kind, theorem)]
 
 
 def refutation_at_production_sizes(
@@ -470,7 +508,7 @@ def refutation_at_production_sizes(
         found = question.ask()
         if found.answer is smt.Answer.SAT:
             values = question.minimize(found.values, _variables(_LONGEST))
-            where = "-".join((obligation.family, *obligation.tags))
+            where = _where(obligation)
             return scenario_of(
                 _request(exploration, values),
                 trees=trees,
@@ -502,6 +540,8 @@ def request_in(scenario: Scenario) -> Request:
             first.call.num_local_computed_tokens,
             first.num_hit_blocks,
             first.hit_is_evictable,
+            first.num_evictable_attention_hits,
+            first.other_hits_are_evictable,
             first.num_external_tokens,
             first.loads_asynchronously,
             last.preempted,
@@ -509,6 +549,7 @@ def request_in(scenario: Scenario) -> Request:
         num_computed_tokens=computed if computed != covered else 0,
         owns_partial_tail=last.owns_partial_tail,
         num_request_tokens=last.num_request_tokens,
+        num_mamba_groups=scenario.num_mamba_groups,
     )
 
 
@@ -540,6 +581,9 @@ def paths_and_edges(
 ) -> dict[Request, str]:
     """Return a request for each feasible path of each target and for its edges, with sources.
 
+    Where a coordinator adds up groups, the paths are those of one Mamba group, and of two where
+    they differ: in what references a hit.
+
     What a setting changes is where a checkpoint lies, so others than the plain one are taken for
     the kinds of step of `_IN_ALL_SETTINGS` only. Edges are those of the families of
     `_WITH_EDGES`, in the plain setting, for tables as long as required. Of paths that differ in how
@@ -547,6 +591,13 @@ def paths_and_edges(
     families.
     """
     found: dict[Request, str] = {}
+
+    def take(exploration: Exploration, where: str, *, with_edges: bool) -> None:
+        for number, path in enumerate(exploration.paths, start=1):
+            if path.step.refused is not True:
+                for request, edge in _of_path(exploration, path, with_edges=with_edges):
+                    found.setdefault(request, f"{edge} of path {number} of {where}")
+
     for target, tree in trees.items():
         for family, tags, variant, exploration in tree.explorations():
             is_plain = variant == Variant()
@@ -554,11 +605,13 @@ def paths_and_edges(
                 continue
             on_progress(f"{target} {family} {' '.join(tags)}".strip())
             with_edges = is_plain and family in _WITH_EDGES and "overwide" not in tags
-            for number, path in enumerate(exploration.paths, start=1):
-                where = f"path {number} of {'-'.join((family, *tags))} in {target}"
-                setting = _setting(variant)
-                for request, edge in _of_path(exploration, path, with_edges=with_edges):
-                    found.setdefault(request, f"{edge} of {where}{setting}")
+            where = f"{'-'.join((family, *tags))} in {target}"
+            take(exploration, f"{where}{_setting(variant)}", with_edges=with_edges)
+            has_hits = not isinstance(exploration.situation.num_hit_blocks, int)
+            for groups in ((1, 2) if has_hits else (1,)) if is_plain else ():
+                joined = tree.exploration(family, tags, variant, num_mamba_groups=groups)
+                of_groups = f"{where} with {1 + groups} groups"
+                take(joined, of_groups, with_edges=False)
     return found
 
 
@@ -624,8 +677,11 @@ def _is_reached(exploration: Exploration) -> Any:
     situation = exploration.situation
     if isinstance(situation.table_length, int):
         return _pending_is_left(situation) & _ends_at_hash_unit(situation)
+    speculative = situation.geometry.num_speculative_blocks
+    excess = situation.attention_table_length - (situation.table_length - speculative)
     return term.conjunction(
         (
+            situation.num_mamba_groups == 0 or excess == 0,
             _pending_is_left(situation),
             _ends_at_hash_unit(situation),
             _checkpoint_column_is_left(situation),
@@ -782,7 +838,7 @@ def _variables(names: Iterable[str]) -> list[term.IntLike]:
     for name in names:
         if name in declared:
             found.append(term.int_var(name, declared[name].low, declared[name].high))
-        elif name.startswith("hit_is_"):
+        elif name.startswith(("hit_is_", "other_hits_")):
             found.append(term.int_of(term.bool_var(name)))
     return found
 
@@ -795,15 +851,19 @@ def cases(known: Iterable[Case]) -> dict[Request, str]:
 def collect(
     requests: Mapping[Request, str], trees: Mapping[str, LiftedTree]
 ) -> dict[str, list[Scenario]]:
-    """Return scenarios by family, sorted by size, without steps that no target can be asked."""
+    """Return scenarios by suite, sorted by size, without steps that no target can be asked."""
     scenarios = (
         scenario_of(request, trees=trees, source=source) for request, source in requests.items()
     )
     kept = sorted((s for s in scenarios if s.predicted), key=_size)
-    return {family: list(group) for family, group in itertools.groupby(kept, lambda s: s.family)}
+    return {suite: list(group) for suite, group in itertools.groupby(kept, _suite)}
+
+
+def _suite(scenario: Scenario) -> str:
+    return suite_of(scenario.manager, scenario.family)
 
 
 def _size(scenario: Scenario) -> tuple[Any, ...]:
     geometry, steps = scenario.geometry, scenario.steps
     sizes = tuple(int(value) for value in vars(geometry).values())
-    return scenario.family, sizes, tuple(step.call.num_tokens for step in steps), scenario.name
+    return _suite(scenario), sizes, tuple(step.call.num_tokens for step in steps), scenario.name

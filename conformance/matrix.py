@@ -10,10 +10,10 @@ from typing import Any
 from conformance.expectations import where
 from models.loader import Core
 from models.traits import Traits, traits_of
-from spec.theorems import OBLIGATIONS, THEOREMS, Theorem
+from spec.theorems import MANAGERS, OBLIGATIONS, THEOREMS, Theorem
 
-#: A verdict by target, family with tags, and theorem.
-Verdicts = Mapping[tuple[str, str, str], str]
+#: A verdict by target, manager, family with tags, and theorem.
+Verdicts = Mapping[tuple[str, str, str, str], str]
 
 _SYMBOLS = {"PROVED": "P", "REFUTED": "R", "NOT_APPLICABLE": "-"}
 _HEAD = """# What holds where
@@ -27,7 +27,9 @@ theorem claims."""
 def verdicts_of(rows: Sequence[Mapping[str, Any]]) -> Verdicts:
     """Return the verdicts of rows as `capproof prove --json` has them."""
     return {
-        (row["target"], where(row["family"], row["tags"]), row["theorem"]): row["verdict"]
+        (row["target"], row["manager"], where(row["family"], row["tags"]), row["theorem"]): row[
+            "verdict"
+        ]
         for row in rows
     }
 
@@ -49,9 +51,13 @@ def page(verdicts: Verdicts, traits: Mapping[str, Traits]) -> str:
         traits: What each target's manager knows; its targets are the columns, in this order.
     """
     parts = [_HEAD, _counts(verdicts, list(traits)), _knowledge(traits)]
-    for theorem in THEOREMS.values():
-        if any(slug == theorem.slug for _, _, slug in verdicts):
-            parts.append(_of_theorem(theorem, verdicts, list(traits)))
+    for manager, sentence in MANAGERS.items():
+        of_manager = {key: verdict for key, verdict in verdicts.items() if key[1] == manager}
+        if of_manager:
+            parts.append(f"# {manager}\n\n{sentence}")
+        for theorem in THEOREMS.values():
+            if any(slug == theorem.slug for *_, slug in of_manager):
+                parts.append(_of_theorem(theorem, manager, of_manager, list(traits)))
     return "\n\n".join(parts) + "\n"
 
 
@@ -78,10 +84,10 @@ def _knowledge(traits: Mapping[str, Traits]) -> str:
     return f"{head}\n\n{_table(['', *map(_short, traits)], rows)}"
 
 
-def _of_theorem(theorem: Theorem, verdicts: Verdicts, targets: Sequence[str]) -> str:
+def _of_theorem(theorem: Theorem, manager: str, verdicts: Verdicts, targets: Sequence[str]) -> str:
     rows = []
     for kind in _kinds_in(verdicts):
-        cells = [verdicts.get((target, kind, theorem.slug)) for target in targets]
+        cells = [verdicts.get((target, manager, kind, theorem.slug)) for target in targets]
         if any(cells):
             rows.append([f"`{kind}`", *map(_symbol, cells)])
     table = _table(["", *map(_short, targets)], rows)
@@ -89,7 +95,7 @@ def _of_theorem(theorem: Theorem, verdicts: Verdicts, targets: Sequence[str]) ->
 
 
 def _kinds_in(verdicts: Verdicts) -> Iterator[str]:
-    present = {kind for _, kind, _ in verdicts}
+    present = {kind for _, _, kind, _ in verdicts}
     yield from (kind for kind in (where(*of) for of in OBLIGATIONS) if kind in present)
 
 

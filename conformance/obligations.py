@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +22,13 @@ import models
 import spec
 from conformance import scenario
 from conformance.driver import BindingError, Driver, core_driver
-from conformance.expectations import EXPECTABLE, MANAGER, expected, where
+from conformance.expectations import EXPECTABLE, expected, where
 from conformance.replay import Outcome, replay
 from conformance.scenario import Scenario
 from conformance.targets import Tree, cache_root
 from models.loader import CORE_MODULES
 from spec.assumptions import CHECKPOINT_BLOCKS, SPECULATIVE_BLOCKS
-from spec.theorems import OBLIGATIONS, THEOREMS
+from spec.theorems import MANAGERS, OBLIGATIONS, THEOREMS
 
 if TYPE_CHECKING:
     from models.predict import LiftedTree
@@ -49,36 +50,43 @@ class Selection:
     families: tuple[str, ...] = ()
     theorems: tuple[str, ...] = ()
     kinds: tuple[Kind, ...] = ()
+    managers: tuple[str, ...] = ()
 
     def by_kind(self) -> Iterator[Selection]:
         """Yield what is asked of each kind of step, in the catalogue's order."""
         theorems = tuple(slug for slug in THEOREMS if slug in (self.theorems or THEOREMS))
+        managers = tuple(slug for slug in MANAGERS if slug in (self.managers or MANAGERS))
         for family, tags in OBLIGATIONS:
             in_kinds = not self.kinds or (family, tags) in self.kinds
             if in_kinds and family in (self.families or (family,)) and theorems:
-                yield Selection((family,), theorems, ((family, tags),))
+                yield Selection((family,), theorems, ((family, tags),), managers)
 
     def parts(self) -> Iterator[Selection]:
         """Yield what is settled together: of each kind of step, what is explored at once.
 
-        The order is the catalogue's, in which theorems about the gate are the last.
+        Theorems about the gate are the last. What a coordinator adds up is made from what one
+        manager does, so all managers are settled together.
         """
         for part in self.by_kind():
             (family,) = part.families
-            of_gate = tuple(
+            about = [
+                slug for slug in part.theorems if set(THEOREMS[slug].managers) & set(part.managers)
+            ]
+            of_gate = [
                 slug
-                for slug in part.theorems
+                for slug in about
                 if THEOREMS[slug].asks_gate and THEOREMS[slug].why_not(family) is None
-            )
-            others = tuple(slug for slug in part.theorems if slug not in of_gate)
+            ]
+            others = [slug for slug in about if slug not in of_gate]
             for theorems in filter(None, (others, of_gate)):
-                yield replace(part, theorems=theorems)
+                yield replace(part, theorems=tuple(theorems))
 
-    def obligations(self) -> Iterator[tuple[str, tuple[str, ...], str]]:
-        """Yield family, tags and theorem of each obligation, in the catalogue's order."""
+    def obligations(self) -> Iterator[tuple[str, str, tuple[str, ...], str]]:
+        """Yield manager, family, tags and theorem of each obligation, in the catalogue's order."""
         for part in self.parts():
-            for theorem in part.theorems:
-                yield *part.kinds[0], theorem
+            for manager, theorem in product(part.managers, part.theorems):
+                if manager in THEOREMS[theorem].managers:
+                    yield manager, *part.kinds[0], theorem
 
 
 def settle(
@@ -116,8 +124,8 @@ def keep(tree: Tree, part: Selection, rows: Sequence[Row]) -> None:
     _Store(tree).write({_key_of(row): _incomplete(row) for row in decided})
 
 
-def _place_in_catalogue(row: Row) -> int:
-    return list(THEOREMS).index(row["theorem"])
+def _place_in_catalogue(row: Row) -> tuple[int, int]:
+    return list(MANAGERS).index(row["manager"]), list(THEOREMS).index(row["theorem"])
 
 
 def check(tree: Tree) -> None:
@@ -256,7 +264,7 @@ def project_version() -> str:
 
 def _complete(tree: Tree, row: Row) -> Row:
     family = where(row["family"], row["tags"])
-    wanted = expected(tree.target, MANAGER, family, row["theorem"])
+    wanted = expected(tree.target, row["manager"], family, row["theorem"])
     return {"target": tree.target, **row, "expected": wanted}
 
 
@@ -273,7 +281,10 @@ def _prove(tree: Tree, selection: Selection, on_progress: Callable[[str], None])
     ((family, tags),) = selection.kinds
     on_progress(f"{tree.target} {family} {' '.join(tags)}".strip())
     lifted, real_code = _loaded(tree, _fingerprint(tree))
-    for obligation in prove(lifted, kinds=selection.kinds, theorems=selection.theorems):
+    found_obligations = prove(
+        lifted, managers=selection.managers, kinds=selection.kinds, theorems=selection.theorems
+    )
+    for obligation in found_obligations:
         found = at_scale = seen = None
         if obligation.counterexample is not None:
             trees = {tree.target: lifted}
@@ -281,7 +292,7 @@ def _prove(tree: Tree, selection: Selection, on_progress: Callable[[str], None])
             at_scale = refutation_at_production_sizes(tree.target, obligation, trees)
             seen = real_code.shows(found)
         yield {
-            "manager": MANAGER,
+            "manager": obligation.manager,
             "family": obligation.family,
             "tags": list(obligation.tags),
             "theorem": obligation.theorem,
@@ -381,12 +392,12 @@ class _Store:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _key(family: str, tags: Sequence[str], theorem: str) -> str:
-    return f"{where(family, tuple(tags))} {theorem}"
+def _key(manager: str, family: str, tags: Sequence[str], theorem: str) -> str:
+    return f"{manager} {where(family, tuple(tags))} {theorem}"
 
 
 def _key_of(row: Row) -> str:
-    return _key(row["family"], row["tags"], row["theorem"])
+    return _key(row["manager"], row["family"], row["tags"], row["theorem"])
 
 
 def _comparison_key(baseline: Tree, part: Selection) -> str:

@@ -21,17 +21,17 @@ _STYLE = {"PROVED": "green", "REFUTED": "red", "NOT_APPLICABLE": "dim"}
 
 
 def show_verdicts(console: Console, rows: Sequence[Row]) -> None:
-    """Print every verdict: a table per target on a terminal, else a line each."""
+    """Print every verdict: a table per target and manager on a terminal, else a line each."""
     if not console.is_terminal:
         for row in rows:
             console.print(verdict_line(row), markup=False, highlight=False, soft_wrap=True)
         return
-    for target in dict.fromkeys(row["target"] for row in rows):
-        of_target = [row for row in rows if row["target"] == target]
-        table = _matrix(target, of_target)
+    for key in dict.fromkeys((row["target"], row["manager"]) for row in rows):
+        of_manager = [row for row in rows if (row["target"], row["manager"]) == key]
+        table = _matrix(", ".join(key), of_manager)
         unlimited = console.options.update(max_width=sys.maxsize)
         is_narrow = console.measure(table, options=unlimited).maximum <= console.width
-        console.print(table if is_narrow else _exceptions(target, of_target))
+        console.print(table if is_narrow else _exceptions(", ".join(key), of_manager))
 
 
 def verdict_line(row: Row) -> str:
@@ -65,7 +65,7 @@ def show_unproved(
         if row["verdict"] == "PROVED":
             continue
         family = where(row["family"], row["tags"])
-        head = f"{row['verdict']} {row['target']} {family} {row['theorem']}"
+        head = f"{row['verdict']} {row['target']} {row['manager']} {family} {row['theorem']}"
         head += " (as expected)" if is_as_expected(row) else ""
         if row["scenario"] is None:
             key = row["verdict"], row["target"], str(row["reason"]), _surprise(row, ", ")
@@ -120,7 +120,13 @@ def _step_line(geometry: Mapping[str, Any], step: Mapping[str, Any], covered: in
         f"B {geometry['block_size']}, H {geometry['hash_block_size']}, "
         f"S {geometry['num_speculative_blocks']}, K {geometry['num_prefill_checkpoint_blocks']}, "
         f"{', '.join(_starts_from(step, covered))}, then {step['num_tokens_main_model']:,}"
+        f"{_lookahead(step)}"
     )
+
+
+def _lookahead(step: Mapping[str, Any]) -> str:
+    lookahead = step["num_tokens"] - step["num_tokens_main_model"]
+    return f" with {lookahead:,} of lookahead" if lookahead else ""
 
 
 def _starts_from(step: Mapping[str, Any], covered: int) -> Iterator[str]:
@@ -160,13 +166,16 @@ def counterexample_line(scenario: Mapping[str, Any], target: str) -> str:
         outcome = f"estimate {seen['estimate']}, drawn {seen['drawn']}, needed {need}"
         if seen.get("gate") is not None:
             outcome = f"the gate asks {seen['gate']}, {outcome}"
-    return f"{_step_line(geometry, last, 0 if last.get('preempted') else covered)}: {outcome}"
+    number = scenario.get("num_mamba_groups", 0)
+    groups = f"{1 + number} groups, " if number else ""
+    step = _step_line(geometry, last, 0 if last.get("preempted") else covered)
+    return f"{groups}{step}: {outcome}"
 
 
-def _matrix(target: str, rows: Sequence[Row]) -> Table:
+def _matrix(title: str, rows: Sequence[Row]) -> Table:
     families = list(dict.fromkeys(where(row["family"], row["tags"]) for row in rows))
     cells = {(row["theorem"], where(row["family"], row["tags"])): row for row in rows}
-    table = Table(title=Text(target), title_justify="left", title_style="bold")
+    table = Table(title=Text(title), title_justify="left", title_style="bold")
     table.add_column("theorem")
     for family in families:
         table.add_column(family)
@@ -175,9 +184,9 @@ def _matrix(target: str, rows: Sequence[Row]) -> Table:
     return table
 
 
-def _exceptions(target: str, rows: Sequence[Row]) -> Table:
+def _exceptions(title: str, rows: Sequence[Row]) -> Table:
     """How many kinds of step each theorem is proved for, and which are not."""
-    table = Table(title=Text(target), title_justify="left", title_style="bold")
+    table = Table(title=Text(title), title_justify="left", title_style="bold")
     table.add_column("theorem")
     table.add_column("proved", justify="right")
     table.add_column("not about", justify="right")

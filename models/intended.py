@@ -103,6 +103,28 @@ def need_of_running(s: Situation) -> IntLike:
     )
 
 
+def need_of_attention(s: Situation) -> IntLike:
+    """Return the blocks newly needed in a full-attention group.
+
+    One for every column that has a token, the lookahead's included, and has no block yet. An
+    admission has those of its local hit, of which the ones that nobody references are taken from
+    the free list, and the last is copied if the request will write into it.
+    vLLM: `SingleTypeKVCacheManager.allocate_new_blocks`, `add_local_computed_blocks`,
+    `allocate_external_computed_blocks`.
+    """
+    local, block_size = s.call.num_local_computed_tokens, s.geometry.block_size
+    columns, is_admission = cdiv(s.call.num_tokens, block_size), s.table_length == 0
+    has = choose(is_admission, cdiv(local, block_size), s.attention_table_length)
+    copies = is_admission & negation(local % block_size == 0)
+    return greatest(columns - has, 0) + s.num_evictable_attention_hits + count(copies)
+
+
 def need(s: Situation) -> IntLike:
-    """Return the blocks that a step newly needs."""
-    return choose(s.table_length > 0, need_of_running(s), need_of_admission(s))
+    """Return the blocks that a step newly needs, in all groups where there are several."""
+    of_one = choose(s.table_length > 0, need_of_running(s), need_of_admission(s))
+    if isinstance(s.num_mamba_groups, int) and s.num_mamba_groups == 0:
+        return of_one
+    others = s.num_mamba_groups - 1
+    differ = count(s.other_hits_are_evictable) - count(s.hit_is_evictable)
+    of_others = others * (of_one + choose(adopts_hit(s), differ, 0))
+    return of_one + of_others + need_of_attention(s)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from models import smt, term
 from models.evaluate import Evaluator
@@ -34,7 +34,7 @@ from spec.assumptions import (
 )
 from spec.families import FAMILIES
 from spec.logic import cdiv
-from spec.theorems import ADMISSIONS, in_obligation
+from spec.theorems import ADMISSIONS, Asks, in_obligation
 from spec.vocabulary import Call, Geometry, Situation, Step
 
 #: Families whose requests may have external tokens.
@@ -47,6 +47,16 @@ MAX_PATHS = 2_000
 _RAISED_BY_MODELS = (LookupError, ArithmeticError, ValueError)
 #: More likely the lifter's doing than the tree's.
 _NO_OUTCOMES = (TypeError, AttributeError, NameError, RecursionError, MemoryError)
+
+
+R = TypeVar("R", bound="Run")
+
+
+class Run(Protocol):
+    """A step that is made ready to be performed."""
+
+    def failed(self, error: Exception) -> Step:
+        """What was seen until an error ended the step."""
 
 
 class NotUnderstood(Exception):
@@ -241,8 +251,7 @@ def explore(
     tags: tuple[str, ...],
     variant: Variant = Variant(),
     *,
-    asks_gate: bool = False,
-    asks_removal: bool = False,
+    asks: Asks = Asks.STEP,
     checkpoint_blocks: IntLike | None = None,
 ) -> Exploration:
     """Run a family's step along every feasible path.
@@ -252,8 +261,7 @@ def explore(
         family: Slug.
         tags: Which of its steps.
         variant: In which setting.
-        asks_gate: Whether the full-sequence gate is asked before the step.
-        asks_removal: Whether skipped blocks are removed instead.
+        asks: What is done with the request.
         checkpoint_blocks: K, where it is not to be any.
 
     Raises:
@@ -261,7 +269,7 @@ def explore(
             missing.
         CoreError: A symbol that the step needs is missing in the tree.
     """
-    traits = traits_of(core)
+    traits, asks_gate = traits_of(core), asks is Asks.GATE
     situation = symbolic_situation(
         family,
         tags,
@@ -274,6 +282,47 @@ def explore(
         situation = replace(situation, was_parked=term.bool_var("was_parked"))
     extra = (*traits.assumptions(), *(OF_THE_GATE if asks_gate else ()))
     assumptions = _assumptions(situation, family, tags, extra)
+    run = StepRun.removal if asks is Asks.REMOVAL else StepRun.step
+    make = partial(StepRun, core, traits, situation, asks_gate=asks_gate)
+    found = all_paths(core, partial(run_along, core, make, run), situation, assumptions, family)
+    return Exploration(
+        situation,
+        assumptions,
+        found.paths,
+        found.samples,
+        found.core,
+        _built_in(situation, extra),
+    )
+
+
+@dataclass(frozen=True)
+class Found:
+    """All paths of a run, a sample of each, and the assumptions that completeness needs."""
+
+    paths: tuple[PathSummary, ...]
+    samples: tuple[Mapping[str, Any], ...]
+    core: tuple[str, ...]
+
+
+def all_paths(
+    core: Core,
+    run: Callable[[Sequence[BoolLike], Mapping[str, Any]], PathSummary],
+    situation: Situation,
+    assumptions: Mapping[str, BoolLike],
+    what: str,
+) -> Found:
+    """Run along every feasible path.
+
+    Args:
+        core: The tree.
+        run: Runs along the path of a sample, given what may be assumed.
+        situation: What every path starts from.
+        assumptions: Formula of each assumption, by slug.
+        what: Is run, for messages.
+
+    Raises:
+        NotUnderstood: As :func:`explore`.
+    """
     question = smt.Question(assumptions)
     small = tuple(_small(situation))
     paths: list[PathSummary] = []
@@ -285,21 +334,12 @@ def explore(
         if result.answer is smt.Answer.UNKNOWN and paths:
             result = _side_by_side(assumptions, paths)
         if result.answer is smt.Answer.UNSAT:
-            return Exploration(
-                situation,
-                assumptions,
-                tuple(paths),
-                tuple(samples),
-                result.core,
-                _built_in(situation, extra),
-            )
+            return Found(tuple(paths), tuple(samples), result.core)
         if result.answer is smt.Answer.UNKNOWN:
-            raise MaybeMissingPaths(f"{family}: paths may be missing: {result.reason}")
+            raise MaybeMissingPaths(f"{what}: paths may be missing: {result.reason}")
         if len(paths) == MAX_PATHS:
             raise NotUnderstood(f"{core.file_of(MANAGERS)}: more than {MAX_PATHS} paths")
-        make = partial(StepRun, core, traits, situation, asks_gate=asks_gate)
-        run = StepRun.removal if asks_removal else StepRun.step
-        summary = _run(core, make, run, tuple(assumptions.values()), result.values)
+        summary = run(tuple(assumptions.values()), result.values)
         paths.append(summary)
         samples.append(result.values)
         question.add(term.negation(summary.condition))
@@ -377,14 +417,20 @@ def _built_in(situation: Situation, extra: Sequence[Assumption]) -> tuple[str, .
     )
 
 
-def _run(
+def run_along(
     core: Core,
-    make: Callable[[], StepRun],
-    perform: Callable[[StepRun], Step],
-    assumptions: tuple[BoolLike, ...],
+    make: Callable[[], R],
+    perform: Callable[[R], Step],
+    assumptions: Sequence[BoolLike],
     sample: Mapping[str, Any],
 ) -> PathSummary:
-    path = Path(sample, assumptions)
+    """Make a run and perform its step, along the path of a sample.
+
+    Raises:
+        NotUnderstood: A construct is not understood.
+        CoreError: A symbol that the step needs is missing in the tree.
+    """
+    path = Path(sample, tuple(assumptions))
     try:
         with following(path):
             run = make()

@@ -25,7 +25,9 @@ KV_CACHE_UTILS = "vllm.v1.core.kv_cache_utils"
 
 _HOME_OF = {
     "MambaManager": MANAGERS,
+    "FullAttentionManager": MANAGERS,
     "MambaSpec": INTERFACE,
+    "FullAttentionSpec": INTERFACE,
     "BlockPool": BLOCK_POOL,
 }
 #: Modules executed for real; the rest of vLLM and every third-party package is a placeholder.
@@ -41,6 +43,7 @@ CORE_MODULES = frozenset(
         "vllm.v1.core.kv_cache_metrics",
         "vllm.v1.hisparse.block_pool",
         "vllm.v1.kv_cache_spec_registry",
+        "vllm.v1.request",
     }
 )
 
@@ -183,12 +186,19 @@ class Core:
             self.interface = self._load(INTERFACE)
             self.block_pool = self._load(BLOCK_POOL)
             self.kv_cache_utils = self._load(KV_CACHE_UTILS)
+            self._register_managers()
         except CoreError:
             raise
         except Exception as error:
             where = self.location(error) or str(self.root)
             raise CoreError(f"{where}: {type(error).__name__}: {error}") from error
         self._loading.done = True
+
+    def _register_managers(self) -> None:
+        """Have the tree say which manager each spec has: what its platform adds is left out."""
+        register = getattr(self.managers, "register_all_kvcache_specs", None)
+        if register is not None:
+            register(None)
 
     def symbol(self, module: str, name: str) -> Any:
         """Return ``module.name`` of this tree.

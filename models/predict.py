@@ -9,12 +9,14 @@ from typing import Any
 
 from models import intended
 from models.evaluate import Evaluator
+from models.groups import explore_groups
 from models.lift import Exploration, Variant, explore, lifted_core, summary_of, variants_of
 from models.prove import in_numbers
 from models.traits import Traits, traits_of
+from spec.assumptions import MAMBA_GROUPS
 from spec.families import family_of, is_overwide, reserves_checkpoint
-from spec.logic import cdiv
-from spec.theorems import OBLIGATIONS, THEOREMS, Need, Pool
+from spec.logic import cdiv, greatest
+from spec.theorems import OBLIGATIONS, THEOREMS, Asks, Need, Pool
 from spec.vocabulary import Situation, Step
 
 
@@ -39,18 +41,30 @@ class LiftedTree:
         tags: tuple[str, ...],
         variant: Variant,
         *,
-        asks_gate: bool = False,
-        asks_removal: bool = False,
+        asks: Asks = Asks.STEP,
+        num_mamba_groups: int = 0,
     ) -> Exploration:
         """Return all paths of a family in one setting.
+
+        Args:
+            family: Slug.
+            tags: Which of its steps.
+            variant: The setting.
+            asks: What is done with the request.
+            num_mamba_groups: Mamba groups beside a full-attention group; 0 is one Mamba manager by
+                itself.
 
         Raises:
             NotUnderstood: The lifter does not understand the code.
         """
-        asks = {"asks_gate": asks_gate, "asks_removal": asks_removal}
-        key = (family, tags, variant, *asks.values())
+        key = (family, tags, variant, asks, num_mamba_groups)
         if key not in self._explored:
-            self._explored[key] = explore(self._core, family, tags, variant, **asks)
+            if num_mamba_groups:
+                one = self.exploration(family, tags, variant, asks=asks)
+                found = explore_groups(self._core, self.traits, one, num_mamba_groups, asks=asks)
+            else:
+                found = explore(self._core, family, tags, variant, asks=asks)
+            self._explored[key] = found
         return self._explored[key]
 
     def explorations_of(
@@ -58,17 +72,21 @@ class LiftedTree:
         family: str,
         tags: tuple[str, ...],
         *,
-        asks_gate: bool = False,
-        asks_removal: bool = False,
+        asks: Asks = Asks.STEP,
+        manager: str = "mamba-align",
     ) -> list[Exploration]:
         """Return all paths of a family, in all settings; a removal is the same in each.
+
+        Where a coordinator adds up groups, each number of groups is a setting.
 
         Raises:
             NotUnderstood: The lifter does not understand the code.
         """
+        is_removal = asks is Asks.REMOVAL
         return [
-            self.exploration(family, tags, variant, asks_gate=asks_gate, asks_removal=asks_removal)
-            for variant in ((Variant(),) if asks_removal else variants_of(self.traits, family))
+            self.exploration(family, tags, variant, asks=asks, num_mamba_groups=number)
+            for variant in ((Variant(),) if is_removal else variants_of(self.traits, family))
+            for number in (MAMBA_GROUPS if manager == "coordinator" else (0,))
         ]
 
     def explorations(self) -> Iterator[tuple[str, tuple[str, ...], Variant, Exploration]]:
@@ -95,8 +113,13 @@ class LiftedTree:
         )
         if not is_asked or variant not in variants_of(self.traits, family):
             return None
-        asks_gate = situation.num_request_tokens > 0
-        exploration = self.exploration(family, tags, variant, asks_gate=asks_gate)
+        exploration = self.exploration(
+            family,
+            tags,
+            variant,
+            asks=Asks.GATE if situation.num_request_tokens > 0 else Asks.STEP,
+            num_mamba_groups=situation.num_mamba_groups,
+        )
         values = {
             **values_of(situation),
             "has_checkpoint_before": checkpoint_before,
@@ -169,26 +192,60 @@ def values_of(situation: Situation) -> Mapping[str, Any]:
         "num_excess_columns": excess if situation.table_length else 0,
         "was_parked": situation.was_parked,
         "num_request_tokens": situation.num_request_tokens,
+        **_values_of_groups(situation),
         "prefill_end": call.prefill_end,
         "prefill_length": situation.prefill_length,
+    }
+
+
+#: Blocks in a pool that refuses nothing.
+_LARGE_POOL = 2**60
+
+
+def _values_of_groups(situation: Situation) -> Mapping[str, Any]:
+    if not situation.num_mamba_groups:
+        return {}
+    speculative = situation.geometry.num_speculative_blocks
+    excess = situation.attention_table_length - (situation.table_length - speculative)
+    return {
+        "num_excess_attention_columns": excess if situation.table_length else 0,
+        "num_evictable_attention_hits": situation.num_evictable_attention_hits,
+        "other_hits_are_evictable": situation.other_hits_are_evictable,
+        "retention_interval": int(situation.call.prefill_end == 0),
+        "max_model_len": max(situation.call.num_tokens, situation.num_request_tokens),
+        "free_blocks": _LARGE_POOL - 1,
+        "num_gpu_blocks": _LARGE_POOL,
     }
 
 
 def violated(situation: Situation, step: Step, traits: Traits) -> tuple[str, ...]:
     """Return the theorems that a step made of numbers breaks, on the least pool that passes."""
     family, tags = obligation_of(situation)
-    pool = Pool(max(step.estimate, 0), 0, 0)
+    pool, manager = Pool(max(step.estimate, 0), 0, 0), manager_of(situation)
     need = Need(intended.need(situation))
     return tuple(
         slug
         for slug, theorem in THEOREMS.items()
-        if (step.raised is None or theorem.survives_exception)
+        if manager in theorem.managers
+        and (step.raised is None or theorem.survives_exception)
         and (situation.num_request_tokens > 0 or not theorem.asks_gate)
         and not theorem.asks_removal
         and theorem.why_not(family) is None
         and traits.why_not(family, tags, slug) is None
         and not theorem.holds(situation, step, pool, need)
     )
+
+
+def manager_of(situation: Situation) -> str:
+    """Return the manager whose step this is."""
+    return "coordinator" if situation.num_mamba_groups else "mamba-align"
+
+
+def _attention_columns_after(situation: Situation) -> int:
+    if not situation.num_mamba_groups:
+        return 0
+    columns = cdiv(situation.call.num_tokens, situation.geometry.block_size)
+    return int(greatest(situation.attention_table_length, columns))
 
 
 def after(situation: Situation, *, num_tokens: int, prefill_length: int) -> Situation:
@@ -207,6 +264,8 @@ def after(situation: Situation, *, num_tokens: int, prefill_length: int) -> Situ
         table_length=intended.table_length(situation),
         prefill_length=prefill_length,
         num_request_tokens=situation.num_request_tokens,
+        num_mamba_groups=situation.num_mamba_groups,
+        attention_table_length=_attention_columns_after(situation),
         parked=situation.loads_asynchronously,
         was_parked=(situation.parked or situation.was_parked)
         and not intended.adds_columns(situation),

@@ -19,11 +19,10 @@ from models.lift import (
 )
 from models.term import BoolLike
 from models.traits import Traits
-from spec.assumptions import CHECKPOINT_BLOCKS, SPECULATIVE_BLOCKS
-from spec.theorems import OBLIGATIONS, THEOREMS, Need, Pool, Theorem
+from spec.assumptions import CHECKPOINT_BLOCKS, MAMBA_GROUPS, SPECULATIVE_BLOCKS
+from spec.theorems import MANAGERS, OBLIGATIONS, THEOREMS, Asks, Need, Pool, Theorem
 from spec.vocabulary import Situation, Step
 
-MANAGER = "mamba-align"
 #: Order in which a counterexample's values are made least; what is left out does not matter to it.
 _LEAST_FIRST = (
     "has_checkpoint_before",
@@ -31,6 +30,7 @@ _LEAST_FIRST = (
     "was_parked",
     "hit_is_of_this_step",
     "hit_is_evictable",
+    "other_hits_are_evictable",
     "num_prefill_checkpoint_blocks",
     "num_speculative_blocks",
     "prefill_end",
@@ -40,8 +40,10 @@ _LEAST_FIRST = (
     "num_blocks_per_hit_unit",
     "num_tokens_behind_checkpoint",
     "num_excess_columns",
+    "num_excess_attention_columns",
     "num_external_tokens",
     "num_hit_blocks",
+    "num_evictable_attention_hits",
     "num_local_computed_tokens",
     "num_computed_tokens",
     "num_tokens_main_model",
@@ -67,8 +69,8 @@ class Explorer(Protocol):
         family: str,
         tags: tuple[str, ...],
         *,
-        asks_gate: bool = False,
-        asks_removal: bool = False,
+        asks: Asks = Asks.STEP,
+        manager: str = "mamba-align",
     ) -> Sequence[Exploration]:
         """Return all paths of a family, in all settings."""
 
@@ -107,14 +109,16 @@ class Counterexample:
 
 @dataclass(frozen=True)
 class Obligation:
-    """One theorem for one kind of step of one tree, and its verdict.
+    """One theorem for one kind of step of one tree's manager, and its verdict.
 
     Attributes:
+        manager: Slug.
         assumptions: What a proof used (its unsat core), else all that were in force.
         seconds: Time spent, its share of the exploration included.
         reason: Why there is no verdict, or None.
     """
 
+    manager: str
     family: str
     tags: tuple[str, ...]
     theorem: str
@@ -130,15 +134,19 @@ class Obligation:
 def prove(
     tree: Explorer,
     *,
+    managers: Sequence[str] = (),
     families: Sequence[str] = (),
     kinds: Sequence[tuple[str, tuple[str, ...]]] = (),
     theorems: Sequence[str] = (),
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Obligation]:
-    """Yield a verdict per family with tags and theorem; empty selections mean all.
+    """Yield a verdict per kind of step, manager and theorem; empty selections mean all.
+
+    A theorem has none of a manager that it is not about.
 
     Args:
         tree: What is explored.
+        managers: Slugs of managers.
         families: Slugs of families.
         kinds: Families with the tags that are told apart.
         theorems: Slugs of theorems.
@@ -152,45 +160,45 @@ def prove(
         if (families and family not in families) or (kinds and (family, tags) not in kinds):
             continue
         on_progress(f"{family} {' '.join(tags)}".strip())
-        applicable = []
-        for theorem in chosen:
-            reason = theorem.why_not(family) or tree.traits.why_not(family, tags, theorem.slug)
-            if reason is None:
-                applicable.append(theorem)
-            else:
-                verdict = Verdict.NOT_APPLICABLE
-                yield Obligation(family, tags, theorem.slug, verdict, (), 0.0, reason=reason)
-        for of in (_is_of_step, _is_of_removal, _is_of_gate):
-            yield from _of_family(tree, family, tags, [*filter(of, applicable)])
+        for manager in managers or MANAGERS:
+            of_manager = [theorem for theorem in chosen if manager in theorem.managers]
+            yield from _of_manager(tree, manager, family, tags, of_manager)
+
+
+def _of_manager(
+    tree: Explorer,
+    manager: str,
+    family: str,
+    tags: tuple[str, ...],
+    theorems: Sequence[Theorem],
+) -> Iterator[Obligation]:
+    applicable = []
+    for theorem in theorems:
+        reason = theorem.why_not(family) or tree.traits.why_not(family, tags, theorem.slug)
+        if reason is None:
+            applicable.append(theorem)
+        else:
+            verdict = Verdict.NOT_APPLICABLE
+            yield Obligation(manager, family, tags, theorem.slug, verdict, (), 0.0, reason=reason)
+    for asks in Asks:
+        about = [theorem for theorem in applicable if theorem.asks is asks]
+        yield from _of_family(tree, manager, family, tags, about)
 
 
 def explorations_for(
-    tree: Explorer, family: str, tags: tuple[str, ...], theorem: Theorem
+    tree: Explorer, manager: str, family: str, tags: tuple[str, ...], theorem: Theorem
 ) -> Sequence[Exploration]:
     """Return all paths of what a theorem is about.
 
     Raises:
         NotUnderstood: The lifter does not understand the code.
     """
-    return tree.explorations_of(
-        family, tags, asks_gate=theorem.asks_gate, asks_removal=theorem.asks_removal
-    )
-
-
-def _is_of_step(theorem: Theorem) -> bool:
-    return not theorem.asks_gate and not theorem.asks_removal
-
-
-def _is_of_removal(theorem: Theorem) -> bool:
-    return theorem.asks_removal
-
-
-def _is_of_gate(theorem: Theorem) -> bool:
-    return theorem.asks_gate
+    return tree.explorations_of(family, tags, asks=theorem.asks, manager=manager)
 
 
 def _of_family(
     tree: Explorer,
+    manager: str,
     family: str,
     tags: tuple[str, ...],
     theorems: Sequence[Theorem],
@@ -198,16 +206,24 @@ def _of_family(
     if not theorems:
         return
     started = time.perf_counter()
-    scope = scope_of(tree.traits)
+    scope = scope_of(tree.traits, manager)
     try:
-        explorations = explorations_for(tree, family, tags, theorems[0])
+        explorations = explorations_for(tree, manager, family, tags, theorems[0])
     except NotUnderstood as error:
         share = (time.perf_counter() - started) / len(theorems)
         solver_gave_up = isinstance(error, MaybeMissingPaths)
         verdict = Verdict.UNKNOWN if solver_gave_up else Verdict.UNSUPPORTED
         for theorem in theorems:
             yield Obligation(
-                family, tags, theorem.slug, verdict, (), share, reason=str(error), scope=scope
+                manager,
+                family,
+                tags,
+                theorem.slug,
+                verdict,
+                (),
+                share,
+                reason=str(error),
+                scope=scope,
             )
         return
     share = (time.perf_counter() - started) / len(theorems)
@@ -222,6 +238,7 @@ def _of_family(
         worst = min(_settled(parts), key=lambda part: _WORST_FIRST.index(part.verdict))
         used = dict.fromkeys(slug for part in parts for slug in part.assumptions)
         yield Obligation(
+            manager,
             family,
             tags,
             theorem.slug,
@@ -235,7 +252,7 @@ def _of_family(
         )
 
 
-def scope_of(traits: Traits) -> str:
+def scope_of(traits: Traits, manager: str = "mamba-align") -> str:
     """Return which sizes a proof on a tree covers."""
     parts = [
         "block size, hash block size, alignment and token counts unbounded",
@@ -248,6 +265,9 @@ def scope_of(traits: Traits) -> str:
     if traits.aligns_checkpoints_with_hits:
         parts.append("hits that end at hash units, and at whole blocks")
     parts.append("dense and sparse retention" if traits.takes_prefill_end else "dense retention")
+    if manager == "coordinator":
+        numbers = " or ".join(map(str, MAMBA_GROUPS))
+        parts.append(f"one full-attention group and {numbers} Mamba groups of its block size")
     return "; ".join(parts)
 
 
@@ -369,7 +389,7 @@ def variables_in_order() -> list[term.IntLike]:
     declared = {a.args[0]: a for a in term.ATOMS if a.kind == "var"}
     order: list[term.IntLike] = []
     for name in _LEAST_FIRST:
-        if name.startswith(("has_", "hit_is_", "was_")):
+        if name.startswith(("has_", "hit_is_", "other_hits_", "was_")):
             order.append(term.int_of(term.bool_var(name)))
         elif name in declared:
             order.append(term.int_var(name, declared[name].low, declared[name].high))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,8 +84,127 @@ def partial_tail(situation: Situation) -> tuple[IntLike, Block]:
     return column, table_before(situation).column(column)
 
 
-class StepRun:
-    """A manager built by its own ``__init__`` on symbolic sizes, and one step of it.
+class ManagerRun:
+    """A manager built by its own ``__init__`` on symbolic sizes, alone on a pool.
+
+    Args:
+        core: The tree.
+        traits: What its align-mode manager knows.
+        situation: What a step is asked, and the state that it starts from.
+        kind: Class of the manager.
+        spec: What it is built with.
+        asks_gate: Whether the full-sequence gate is asked before.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        traits: Traits,
+        situation: Situation,
+        *,
+        kind: str,
+        spec: Any,
+        asks_gate: bool,
+    ) -> None:
+        self.situation = situation
+        self._traits, self._asks_gate = traits, asks_gate
+        self._with_local = takes_local_computed_tokens(core)
+        geometry = situation.geometry
+        behind = geometry.num_tokens_behind_checkpoint
+        lookahead = behind if traits.hashes_look_ahead and not isinstance(behind, int) else 0
+        self.pool = Pool(geometry.hash_block_size, lookahead)
+        self.manager = core.symbol_of(kind)(
+            spec,
+            block_pool=self.pool,
+            enable_caching=True,
+            kv_cache_group_id=0,
+            scheduler_block_size=geometry.block_size,
+        )
+        parts = vars(self.manager)
+        if "req_to_blocks" not in parts:
+            file = core.file_of(MANAGERS)
+            raise CoreError(f"{file}: no {kind}.req_to_blocks here (renamed?)")
+        for name in _SET_BY_COORDINATOR & parts.keys():
+            setattr(self.manager, name, getattr(geometry, name))
+        for name, value in parts.items():
+            parts[name] = modelled_state(name, value, REQUEST)
+        hide(self.manager, _may_have_changed(core, self.manager))
+        self.gate: IntLike = 0
+        self.dry_run: IntLike = 0
+        self.estimate: IntLike = 0
+        self.dry_run_left_state: BoolLike = True
+
+    def ask(self, hits: Any) -> None:
+        """Ask the gate, where it is asked, the dry run and the estimate."""
+        call, request = self.situation.call, self.situation.num_request_tokens
+        if self._asks_gate:
+            whole = replace(call, num_tokens=request, num_tokens_main_model=request)
+            self.gate = self._estimate(whole, hits, dry=True)
+        before = self._state()
+        self.dry_run = self._estimate(call, hits, dry=True)
+        self.dry_run_left_state = self._state() == before
+        self.estimate = self._estimate(call, hits, dry=False)
+
+    def adopt(self, hits: Any) -> None:
+        """`KVCacheCoordinator.allocate_new_computed_blocks`, for the one group."""
+        external = self.situation.num_external_tokens
+        if self._has_hits() or external > 0:
+            local = self.situation.call.num_local_computed_tokens
+            self.manager.add_local_computed_blocks(REQUEST, hits, local, external)
+            if external > 0:
+                self.manager.allocate_external_computed_blocks(REQUEST, local, external)
+
+    def allocate(self) -> Table:
+        """Allocate the step's blocks, and return what the manager returns."""
+        call = self.situation.call
+        return _as_table(
+            self.manager.allocate_new_blocks(REQUEST, call.num_tokens, call.num_tokens_main_model)
+        )
+
+    def table(self) -> Table:
+        """Return the request's block table."""
+        return _as_table(self.manager.req_to_blocks[REQUEST])
+
+    def step(self) -> Step:
+        """One step, in the order of `KVCacheManager.allocate_slots`."""
+        raise NotImplementedError
+
+    def failed(self, error: Exception) -> Step:
+        """What was seen until ``error`` ended the step."""
+        return Step(
+            gate=self.gate,
+            dry_run=self.dry_run,
+            estimate=self.estimate,
+            drawn=self.pool.drawn + self.pool.touched,
+            table_length=self.situation.table_length,
+            dry_run_left_state=self.dry_run_left_state,
+            raised=type(error).__name__,
+        )
+
+    def _has_hits(self) -> bool:
+        return bool(self.situation.num_hit_blocks > 0)
+
+    def _estimate(self, call: Call, hits: Any, *, dry: bool) -> IntLike:
+        local = (call.num_local_computed_tokens,) if self._with_local else ()
+        end = {"prefill_end": call.prefill_end} if self._traits.takes_prefill_end else {}
+        estimate: IntLike = self.manager.get_num_blocks_to_allocate(
+            REQUEST,
+            call.num_tokens,
+            hits,
+            call.total_computed_tokens,
+            *local,
+            call.num_tokens_main_model,
+            apply_admission_cap=dry,
+            **end,
+        )
+        return estimate
+
+    def _state(self) -> Any:
+        return _frozen([vars(self.manager), vars(self.pool)])
+
+
+class StepRun(ManagerRun):
+    """One step of the align-mode manager.
 
     Args:
         core: The tree.
@@ -102,31 +221,10 @@ class StepRun:
         *,
         asks_gate: bool = False,
     ) -> None:
-        self.situation = situation
-        self._traits, self._asks_gate = traits, asks_gate
-        self._with_local = takes_local_computed_tokens(core)
-        geometry = situation.geometry
-        behind = geometry.num_tokens_behind_checkpoint
-        lookahead = behind if traits.hashes_look_ahead and not isinstance(behind, int) else 0
-        self.pool = Pool(geometry.hash_block_size, lookahead)
-        self.manager = core.symbol_of("MambaManager")(
-            _spec(core, geometry),
-            block_pool=self.pool,
-            enable_caching=True,
-            kv_cache_group_id=0,
-            scheduler_block_size=geometry.block_size,
+        spec = _spec(core, situation.geometry)
+        super().__init__(
+            core, traits, situation, kind="MambaManager", spec=spec, asks_gate=asks_gate
         )
-        parts = vars(self.manager)
-        _require(core, parts, "req_to_blocks")
-        for name in _SET_BY_COORDINATOR & parts.keys():
-            setattr(self.manager, name, getattr(geometry, name))
-        for name, value in parts.items():
-            parts[name] = modelled_state(name, value, REQUEST)
-        _hide(self.manager, _may_have_changed(core, self.manager))
-        self.gate: IntLike = 0
-        self.dry_run: IntLike = 0
-        self.estimate: IntLike = 0
-        self.dry_run_left_state: BoolLike = True
         if situation.preempted is True:
             self._admit(parked=False)
             self.manager.free(REQUEST)
@@ -149,23 +247,13 @@ class StepRun:
 
         Gate, dry run, estimate, adoption of hits, external allocation, allocation.
         """
-        call, request = self.situation.call, self.situation.num_request_tokens
         hits = self._hits()
-        if self._asks_gate:
-            whole = replace(call, num_tokens=request, num_tokens_main_model=request)
-            self.gate = self._estimate(whole, hits, dry=True)
-        before = self._state()
-        self.dry_run = self._estimate(call, hits, dry=True)
-        self.dry_run_left_state = self._state() == before
-        self.estimate = self._estimate(call, hits, dry=False)
+        self.ask(hits)
         if self._is_deferred():
             return self._deferred()
         retired_before = self._column_to_retire()
-        self._adopt(call, hits)
-        returned = _as_table(
-            self.manager.allocate_new_blocks(REQUEST, call.num_tokens, call.num_tokens_main_model)
-        )
-        table = _as_table(self.manager.req_to_blocks[REQUEST])
+        self.adopt(hits)
+        returned, table = self.allocate(), self.table()
         pending, position, column = self._pending_checkpoint()
         return Step(
             gate=self.gate,
@@ -192,12 +280,12 @@ class StepRun:
 
         It may not ask for what differs between settings, so that one setting stands for all.
         """
-        _hide(self.manager, _SET_BY_COORDINATOR & vars(self.manager).keys())
+        hide(self.manager, _SET_BY_COORDINATOR & vars(self.manager).keys())
         in_flight = term.int_var("num_in_flight_tokens", 0)
         processed = greatest(0, self.situation.call.total_computed_tokens - in_flight)
         self.pool.has_taken_back = False
         self.manager.remove_skipped_blocks(REQUEST, processed)
-        table = _as_table(self.manager.req_to_blocks[REQUEST])
+        table = self.table()
         held = tail_is_held(table, self.situation.geometry.num_speculative_blocks)
         to_retire = self._column_to_retire()
         return Step(
@@ -232,33 +320,6 @@ class StepRun:
             deferred=True,
         )
 
-    def failed(self, error: Exception) -> Step:
-        """What was seen until ``error`` ended the step."""
-        return Step(
-            gate=self.gate,
-            dry_run=self.dry_run,
-            estimate=self.estimate,
-            drawn=self.pool.drawn + self.pool.touched,
-            table_length=self.situation.table_length,
-            dry_run_left_state=self.dry_run_left_state,
-            raised=type(error).__name__,
-        )
-
-    def _estimate(self, call: Call, hits: Any, *, dry: bool) -> IntLike:
-        local = (call.num_local_computed_tokens,) if self._with_local else ()
-        end = {"prefill_end": call.prefill_end} if self._traits.takes_prefill_end else {}
-        estimate: IntLike = self.manager.get_num_blocks_to_allocate(
-            REQUEST,
-            call.num_tokens,
-            hits,
-            call.total_computed_tokens,
-            *local,
-            call.num_tokens_main_model,
-            apply_admission_cap=dry,
-            **end,
-        )
-        return estimate
-
     def _hits(self) -> Any:
         """The local hit as align mode finds it: null blocks, then the block it ends in."""
         number = self.situation.num_hit_blocks
@@ -271,15 +332,6 @@ class StepRun:
         refs = term.choose(s.hit_is_evictable, 0, term.int_var("hit_ref_cnt", 1))
         block_id = term.int_var("hit_block_id", 1, FIRST_FRESH_ID - 1)
         return Block(block_id, False, refs, BlockHash(s.hit_is_of_this_step))
-
-    def _adopt(self, call: Call, hits: Any) -> None:
-        """`KVCacheCoordinator.allocate_new_computed_blocks`, for the one group."""
-        external = self.situation.num_external_tokens
-        if self.situation.num_hit_blocks > 0 or external > 0:
-            local = call.num_local_computed_tokens
-            self.manager.add_local_computed_blocks(REQUEST, hits, local, external)
-            if external > 0:
-                self.manager.allocate_external_computed_blocks(REQUEST, local, external)
 
     def _admit(self, *, parked: bool) -> None:
         """Admit, or park, one token by the release's own code, then let what it left be any."""
@@ -355,9 +407,6 @@ class StepRun:
             return -1
         column: IntLike = term.choose(record.present, record.value, -1)
         return column
-
-    def _state(self) -> Any:
-        return _frozen([vars(self.manager), vars(self.pool)])
 
 
 def forgets_parked(core: Core, traits: Traits) -> bool:
@@ -437,12 +486,6 @@ def _distinct_before(situation: Situation, *columns: IntLike) -> Iterator[BoolLi
         yield term.disjunction((one == other, a.is_null, term.negation(a.is_same_block(b))))
 
 
-def _require(core: Core, parts: Mapping[str, Any], *names: str) -> None:
-    for name in names:
-        if name not in parts:
-            raise CoreError(f"{core.file_of(MANAGERS)}: no MambaManager.{name} here (renamed?)")
-
-
 def _may_have_changed(core: Core, manager: Any) -> frozenset[str]:
     """Attributes whose value in the middle of serving this model does not know.
 
@@ -463,7 +506,7 @@ def _may_have_changed(core: Core, manager: Any) -> frozenset[str]:
     )
 
 
-def _hide(manager: Any, names: frozenset[str]) -> None:
+def hide(manager: Any, names: frozenset[str]) -> None:
     """Make reading these attributes Unsupported; storing them stays possible."""
 
     def hidden(name: str) -> property:

@@ -355,6 +355,11 @@ def bool_var(name: str) -> Bool:
     return _formula("var", name)
 
 
+def atom(uid: int) -> IntLike:
+    """The integer that is an atom alone."""
+    return _make({(uid,): 1}, 0)
+
+
 def cell(array: str, index: IntLike) -> Int:
     """The integer at ``index`` of an array of which nothing else is known."""
     return _intern_atom("cell", (array, index))

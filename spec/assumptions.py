@@ -267,6 +267,66 @@ LOOKAHEAD_HASH_LEAVES_TOKENS = Assumption(
         & (s.geometry.num_tokens_behind_checkpoint <= HASH_LOOKAHEAD_TOKENS),
     ),
 )
+GROUPS_SHARE_BLOCK_SIZE = Assumption(
+    "groups-share-block-size",
+    "The full-attention group and the Mamba groups have the same block_size.",
+    "platforms/interface.py, Platform._align_hybrid_block_size sets mamba_block_size to block_size "
+    "in align mode",
+    lambda s: True,
+)
+MAMBA_GROUPS_AGREE = Assumption(
+    "mamba-groups-agree",
+    "All Mamba groups hold a request's states in the same columns; whether somebody references "
+    "the block that a hit ends in may differ.",
+    "v1/core/kv_cache_coordinator.py, KVCacheCoordinator asks and allocates every group with the "
+    "same numbers; v1/core/block_pool.py, BlockPool.get_cached_block finds a hit in all groups of "
+    "one spec or in none, and the first of several blocks with one hash in each",
+    lambda s: True,
+)
+ATTENTION_COVERS_MAMBA = Assumption(
+    "attention-covers-mamba",
+    "The full-attention table is at least as long as the Mamba tables without their speculative "
+    "blocks.",
+    "the state invariant, shown inductive by the theorem state-invariant; "
+    "v1/core/kv_cache_coordinator.py, KVCacheCoordinator.allocate_new_blocks gives every group "
+    "num_tokens, lookahead included",
+    lambda s: choose(
+        s.table_length > 0,
+        s.attention_table_length >= s.table_length - s.geometry.num_speculative_blocks,
+        s.attention_table_length == 0,
+    ),
+)
+ATTENTION_HIT_HOLDS_LOCAL_TOKENS = Assumption(
+    "attention-hit-holds-local-tokens",
+    "The full-attention group's hit is a block for every column of the local tokens, any of which "
+    "may be evictable.",
+    "v1/core/single_type_kv_cache_manager.py, FullAttentionManager.find_longest_cache_hit; "
+    "v1/core/kv_cache_coordinator.py, HybridKVCacheCoordinator.find_longest_cache_hit cuts it to "
+    "cdiv(hit_length, block_size)",
+    lambda s: (
+        (s.num_evictable_attention_hits >= 0)
+        & (s.num_evictable_attention_hits <= choose(s.table_length > 0, 0, _local_columns(s)))
+    ),
+)
+NULL_BLOCK_IS_NOT_FREE = Assumption(
+    "null-block-is-not-free",
+    "Fewer blocks are free than the pool has.",
+    "v1/core/block_pool.py, BlockPool.__init__ takes the null block out of the free list for good",
+    lambda s: True,
+)
+TOKENS_FIT_MODEL = Assumption(
+    "tokens-fit-model",
+    "Neither the step nor the request has more tokens than max_model_len.",
+    "v1/core/kv_cache_manager.py, KVCacheManager.allocate_slots cuts num_tokens_need_slot and "
+    "full_num_tokens there; num_tokens is what is left",
+    lambda s: True,
+)
+RETENTION_IS_OF_COORDINATOR = Assumption(
+    "retention-is-of-coordinator",
+    "prefill_end is the length to prefill where the coordinator's retention_interval is 0, else 0.",
+    "v1/core/kv_cache_coordinator.py, KVCacheCoordinator.get_num_blocks_to_allocate",
+    lambda s: True,
+)
 
 #: In force for every family.
 ASSUMPTIONS: tuple[Assumption, ...] = (
@@ -297,6 +357,19 @@ OF_SOME_RELEASES: tuple[Assumption, ...] = (
 )
 #: In force besides, for what is asked of the full-sequence gate.
 OF_THE_GATE: tuple[Assumption, ...] = (REQUEST_HOLDS_ALL_TOKENS,)
+
+#: In force besides, where a coordinator adds up groups.
+OF_GROUPS: tuple[Assumption, ...] = (
+    GROUPS_SHARE_BLOCK_SIZE,
+    MAMBA_GROUPS_AGREE,
+    ATTENTION_COVERS_MAMBA,
+    ATTENTION_HIT_HOLDS_LOCAL_TOKENS,
+    NULL_BLOCK_IS_NOT_FREE,
+    TOKENS_FIT_MODEL,
+    RETENTION_IS_OF_COORDINATOR,
+)
+#: Numbers of Mamba groups that a proof covers one by one.
+MAMBA_GROUPS = (1, 2)
 
 
 def _local_columns(s: Situation) -> IntLike:

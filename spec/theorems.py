@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 from spec.families import (
     adopts_partial_hit,
@@ -79,6 +80,26 @@ class Need:
     blocks: IntLike
 
 
+class Asks(Enum):
+    """What is done with a request, and looked at."""
+
+    STEP = "step"
+    """One step: estimate and allocation."""
+    GATE = "gate"
+    """The full-sequence gate, and then the step."""
+    REMOVAL = "removal"
+    """The removal of skipped blocks, which comes before a step, alone."""
+
+
+#: What is asked for blocks, by slug.
+MANAGERS: dict[str, str] = {
+    "mamba-align": "The align-mode manager of one Mamba group, by itself.",
+    "coordinator": "KVCacheManager.allocate_slots over a full-attention group and one or two Mamba "
+    "groups that share a pool.",
+}
+_EACH_MANAGER = tuple(MANAGERS)
+
+
 @dataclass(frozen=True)
 class Theorem:
     """One claim about every step of a family.
@@ -92,9 +113,8 @@ class Theorem:
         source: Where the claim comes from.
         survives_exception: Whether a step that raised still falls under the claim.
         covers_deferred: Whether a step that was deliberately put off falls under the claim.
-        asks_gate: Whether it is about the full-sequence gate, which then is asked before the step.
-        asks_removal: Whether it is about the removal of skipped blocks, which then is all that is
-            done.
+        asks: What is done with the request.
+        managers: Slugs of the managers that it is about.
         families: The families that it is about; empty means all.
         not_elsewhere: Why it is not about the others.
     """
@@ -107,10 +127,20 @@ class Theorem:
     source: str
     survives_exception: bool = False
     covers_deferred: bool = False
-    asks_gate: bool = False
-    asks_removal: bool = False
+    asks: Asks = Asks.STEP
+    managers: tuple[str, ...] = ("mamba-align",)
     families: tuple[str, ...] = ()
     not_elsewhere: str = ""
+
+    @property
+    def asks_gate(self) -> bool:
+        """Whether it is about the full-sequence gate, which then is asked before the step."""
+        return self.asks is Asks.GATE
+
+    @property
+    def asks_removal(self) -> bool:
+        """Whether it is about the removal of skipped blocks, which then is all that is done."""
+        return self.asks is Asks.REMOVAL
 
     def why_not(self, family: str) -> str | None:
         """Return why the claim is not about a family, None where it is."""
@@ -119,7 +149,7 @@ class Theorem:
     def holds(self, s: Situation, step: Step, pool: Pool, need: Need) -> BoolLike:
         """Return whether the claim holds of a step, or is not about it since it was put off."""
         claim = self.claim(s, step, pool, need)
-        return claim if self.covers_deferred else step.deferred | claim
+        return claim if self.covers_deferred else step.deferred | step.refused | claim
 
 
 def _draws(situation: Situation, step: Step) -> BoolLike:
@@ -169,10 +199,16 @@ def _retirement_is_recorded(s: Situation, step: Step) -> BoolLike:
     return step.column_to_retire == recorded
 
 
+def _waits(s: Situation) -> BoolLike:
+    return (s.table_length == 0) | s.parked
+
+
 def _state_is_kept(s: Situation, step: Step) -> BoolLike:
     columns = cdiv(s.call.num_tokens_main_model, s.geometry.block_size)
     length = greatest(columns + s.geometry.num_speculative_blocks, s.table_length)
-    return (step.table_length == length) & step.tail_is_held
+    attention = step.attention_table_length + s.geometry.num_speculative_blocks
+    is_covered = (s.num_mamba_groups == 0) | (attention >= step.table_length)
+    return (step.table_length == length) & step.tail_is_held & is_covered
 
 
 THEOREMS: dict[str, Theorem] = {
@@ -185,6 +221,7 @@ THEOREMS: dict[str, Theorem] = {
             lambda s, step, pool, need: step.drawn <= step.estimate,
             _draws,
             "vLLM issue 41282: the pool ran dry in the middle of allocate_slots",
+            managers=_EACH_MANAGER,
         ),
         Theorem(
             "dry-run-parity",
@@ -194,6 +231,7 @@ THEOREMS: dict[str, Theorem] = {
             _estimates,
             "vLLM PR 57050: one function serves admission and allocation",
             covers_deferred=True,
+            managers=_EACH_MANAGER,
         ),
         Theorem(
             "dry-run-pure",
@@ -204,6 +242,7 @@ THEOREMS: dict[str, Theorem] = {
             _estimates,
             "v1/core/single_type_kv_cache_manager.py: admission estimates write no checkpoint",
             covers_deferred=True,
+            managers=_EACH_MANAGER,
         ),
         Theorem(
             "exact-estimate",
@@ -212,6 +251,7 @@ THEOREMS: dict[str, Theorem] = {
             lambda s, step, pool, need: step.estimate == step.drawn,
             _draws,
             "vLLM PR 57050, test_mamba_checkpoint_admission_matches_allocation",
+            managers=_EACH_MANAGER,
         ),
         Theorem(
             "bounded-demand",
@@ -229,6 +269,7 @@ THEOREMS: dict[str, Theorem] = {
             lambda s, step, pool, need: step.estimate >= 0,
             _estimates,
             "v1/core/kv_cache_coordinator.py: estimates of groups are added up",
+            managers=_EACH_MANAGER,
         ),
         Theorem(
             "allocation-succeeds",
@@ -243,6 +284,7 @@ THEOREMS: dict[str, Theorem] = {
             _draws,
             "v1/core/block_pool.py, BlockPool.get_new_blocks raises ValueError on a short pool",
             survives_exception=True,
+            managers=_EACH_MANAGER,
         ),
         Theorem(
             "matches-intended",
@@ -254,6 +296,7 @@ THEOREMS: dict[str, Theorem] = {
             ),
             _draws,
             "models/intended.py",
+            managers=_EACH_MANAGER,
         ),
         Theorem(
             "state-invariant",
@@ -265,6 +308,7 @@ THEOREMS: dict[str, Theorem] = {
             lambda s, step, pool, need: _state_is_kept(s, step),
             _draws,
             "induction for the assumption table-holds-computed-state",
+            managers=_EACH_MANAGER,
         ),
         Theorem(
             "checkpoint-recorded",
@@ -320,9 +364,27 @@ THEOREMS: dict[str, Theorem] = {
             lambda s, step: step.removed_blocks,
             "v1/core/kv_cache_manager.py, KVCacheManager.allocate_slots removes skipped blocks "
             "before it estimates",
-            asks_removal=True,
+            asks=Asks.REMOVAL,
             families=("promoted", *_KNOWN_TO_WORKER),
             not_elsewhere="a request without a table has no blocks to remove",
+        ),
+        Theorem(
+            "admission-keeps-reserve",
+            "A step that takes blocks leaves free what is reserved, and the watermark where the "
+            "request was waiting.",
+            "Unsat iff drawn + watermark <= free - reserved in every step that allocate_slots lets "
+            "pass; a model is a step that eats into what others were promised.",
+            lambda s, step, pool, need: (
+                (step.drawn <= 0)
+                | (
+                    step.drawn + choose(_waits(s), pool.watermark_blocks, 0)
+                    <= pool.num_free_blocks - pool.reserved_blocks
+                )
+            ),
+            _draws,
+            "v1/core/kv_cache_manager.py, KVCacheManager.allocate_slots: reserved_blocks, "
+            "watermark_blocks",
+            managers=("coordinator",),
         ),
         Theorem(
             "gate-covers-first-step",
@@ -332,7 +394,8 @@ THEOREMS: dict[str, Theorem] = {
             lambda s, step, pool, need: step.drawn <= step.gate,
             _draws,
             "v1/core/kv_cache_manager.py, KVCacheManager.allocate_slots: full_sequence_must_fit",
-            asks_gate=True,
+            asks=Asks.GATE,
+            managers=_EACH_MANAGER,
             families=ADMISSIONS,
             not_elsewhere="v1/core/sched/scheduler.py, Scheduler.schedule asks the gate about "
             "waiting requests only",

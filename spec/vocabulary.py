@@ -146,6 +146,9 @@ class Step:
     """Whether that removed any block."""
     raised: str | None = None
     """Name of the exception type that ended the step, None where it went through."""
+    attention_table_length: IntLike = 0
+    """Columns of the request's block table in the full-attention group after the step; 0 where
+    there is none."""
     deferred: BoolLike = False
     """Whether the estimate is the deliberate `num_gpu_blocks + 1`."""
     refused: BoolLike = False

@@ -1,0 +1,593 @@
+"""One step of several KV-cache groups: `KVCacheManager.allocate_slots` and its coordinator.
+
+Both run on terms as they stand in the tree. The groups' managers are stood in for by what is known
+of them already: the full-attention manager and the align-mode manager are explored each by itself,
+and a stand-in answers with a variable for each of their answers, after which the paths of all are
+put together. What that rests on is checked: that the coordinator asks every manager exactly what
+its exploration was about, in that order.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+from models import smt, term
+from models.containers import Block, Pending, Table
+from models.lift import Exploration, Found, NotUnderstood, PathSummary, all_paths, run_along
+from models.loader import INTERFACE, Core
+from models.step import REQUEST, ManagerRun, hide
+from models.substitute import Substitution
+from models.term import BoolLike, IntLike, Unsupported
+from models.traits import Traits
+from spec.assumptions import (
+    NULL_BLOCK_IS_NOT_FREE,
+    OF_GROUPS,
+    RETENTION_IS_OF_COORDINATOR,
+    TOKENS_FIT_MODEL,
+)
+from spec.logic import cdiv
+from spec.theorems import Asks
+from spec.vocabulary import Situation, Step
+
+COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
+KV_CACHE_MANAGER = "vllm.v1.core.kv_cache_manager"
+_REQUEST = "vllm.v1.request"
+#: Variables of a Mamba group that may differ in the ones behind the first.
+_OF_OTHER_GROUPS: Mapping[str, Callable[[], Any]] = {
+    "hit_is_evictable": partial(term.bool_var, "other_hits_are_evictable"),
+    "hit_ref_cnt": partial(term.int_var, "other_hit_ref_cnt", 1),
+}
+
+
+class AttentionRun(ManagerRun):
+    """One step of the full-attention manager, given what the Mamba groups are asked."""
+
+    def __init__(
+        self, core: Core, traits: Traits, situation: Situation, *, asks_gate: bool = False
+    ) -> None:
+        spec = core.symbol_of("FullAttentionSpec")(
+            block_size=situation.geometry.block_size, num_kv_heads=1, head_size=1, dtype=None
+        )
+        kind = "FullAttentionManager"
+        super().__init__(core, traits, situation, kind=kind, spec=spec, asks_gate=asks_gate)
+        self._is_admission = isinstance(situation.table_length, int)
+        if not self._is_admission:
+            columns = situation.attention_table_length
+            self.manager.req_to_blocks[REQUEST] = Table(columns, lambda column: _OWN_BLOCK)
+            num_cached = term.int_var("num_cached_attention_blocks", 0)
+            name = "num_cached_block"
+            vars(self.manager)[name] = Pending(REQUEST, True, num_cached, name=name)
+
+    def step(self) -> Step:
+        """Gate, dry run, estimate, adoption, allocation."""
+        hits = self._hits()
+        self.ask(hits)
+        self.adopt(hits)
+        self.allocate()
+        return Step(
+            gate=self.gate,
+            dry_run=self.dry_run,
+            estimate=self.estimate,
+            drawn=self.pool.drawn + self.pool.touched,
+            table_length=self.table().length,
+            dry_run_left_state=self.dry_run_left_state,
+        )
+
+    def _has_hits(self) -> bool:
+        s = self.situation
+        return self._is_admission and bool(s.call.num_local_computed_tokens > 0)
+
+    def _hits(self) -> Table:
+        """Blocks that somebody references, then those that nobody does."""
+        if not self._has_hits():
+            return Table.of_runs()
+        situation = self.situation
+        evictable = situation.num_evictable_attention_hits
+        columns = cdiv(situation.call.num_local_computed_tokens, situation.geometry.block_size)
+        last_is_evictable = evictable > 0
+        num_before = evictable - term.int_of(last_is_evictable)
+        refs = term.int_var("attention_hit_ref_cnt", 1)
+        return Table.of_runs(
+            (columns - 1 - num_before, Block(_HIT_IDS[0], False, refs)),
+            (num_before, Block(_HIT_IDS[1], False, 0)),
+            (1, Block(_HIT_IDS[2], False, term.choose(last_is_evictable, 0, refs))),
+        )
+
+
+#: No answer depends on which block of the full-attention table is which.
+_OWN_BLOCK = Block(1, True, 1, None)
+_HIT_IDS = (2, 3, 4)
+
+
+class _Standin:
+    """A group's manager as the coordinator sees it: it answers with variables.
+
+    Args:
+        core: The tree, whose signatures say what an argument means.
+        name: Prefix of the variables.
+        situation: What the group's exploration was about.
+        asks_gate: Whether that asked the gate.
+        hits: What it takes for the local hit.
+    """
+
+    def __init__(
+        self, core: Core, name: str, situation: Situation, *, asks_gate: bool, hits: Any
+    ) -> None:
+        self.block_size = situation.geometry.block_size
+        has_table = not isinstance(situation.table_length, int)
+        self.num_cached_block = {REQUEST: 0} if has_table else {}
+        self.calls: list[str] = []
+        self.mismatches: list[BoolLike] = []
+        self._name, self._situation, self._asks_gate = name, situation, asks_gate
+        self._hits = hits
+        self._signatures = {
+            method: inspect.signature(getattr(core.symbol_of("MambaManager"), method))
+            for method in _ASKED_OF_MANAGERS
+        }
+
+    def get_num_blocks_to_allocate(self, *args: Any, **kwargs: Any) -> IntLike:
+        """Answer the gate, the dry run or the estimate, whichever the arguments ask for."""
+        asked = self._named("get_num_blocks_to_allocate", args, kwargs)
+        whole = self._situation.num_request_tokens
+        is_gate = self._asks_gate and asked["num_tokens"] is whole
+        dry = asked.pop("apply_admission_cap")
+        what = "gate" if is_gate else "dry_run" if dry else "estimate"
+        other = {"num_tokens": whole, "num_tokens_main_model": whole} if is_gate else {}
+        self._note(what, asked, **other)
+        return term.int_var(f"{self._name}_{what}")
+
+    def add_local_computed_blocks(self, *args: Any, **kwargs: Any) -> None:
+        """`SingleTypeKVCacheManager.add_local_computed_blocks`."""
+        method = "add_local_computed_blocks"
+        self._note(method, self._named(method, args, kwargs))
+
+    def allocate_external_computed_blocks(self, *args: Any, **kwargs: Any) -> None:
+        """`SingleTypeKVCacheManager.allocate_external_computed_blocks`."""
+        method = "allocate_external_computed_blocks"
+        asked = self._named(method, args, kwargs)
+        asked.pop("record_for_zeroing", None)  # no block is counted for it
+        self._note(method, asked)
+
+    def allocate_new_blocks(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """`SingleTypeKVCacheManager.allocate_new_blocks`."""
+        method = "allocate_new_blocks"
+        self._note(method, self._named(method, args, kwargs))
+        return []
+
+    def remove_skipped_blocks(self, *args: Any, **kwargs: Any) -> None:
+        """Leave the table as it is: it is any that a removal may leave."""
+        self.calls.append("remove_skipped_blocks")
+
+    def drawn(self) -> IntLike:
+        """Blocks that the step draws."""
+        return term.int_var(f"{self._name}_drawn")
+
+    def _named(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        found = self._signatures[method].bind(self, *args, **kwargs)
+        found.apply_defaults()
+        _, *named = found.arguments.items()
+        return dict(named)
+
+    def _note(self, what: str, asked: Mapping[str, Any], **other: Any) -> None:
+        """Remember a call, and where it asks anything else than the exploration was about."""
+        self.calls.append(what)
+        expected = {
+            **vars(self._situation.call),
+            "num_external_computed_tokens": self._situation.num_external_tokens,
+            "new_computed_blocks": self._hits,
+            "request_id": REQUEST,
+            **other,
+        }
+        for key, value in asked.items():
+            if key not in expected:
+                raise Unsupported(f"{what} takes {key}, which is not modelled")
+            if isinstance(value, int | term.Int):
+                self.mismatches.append(term.negation(value == expected[key]))
+            elif value is not expected[key]:
+                raise Unsupported(f"{what} is given other {key} than the groups'")
+
+
+#: Methods of a manager that the coordinator calls in a step.
+_ASKED_OF_MANAGERS = (
+    "get_num_blocks_to_allocate",
+    "add_local_computed_blocks",
+    "allocate_external_computed_blocks",
+    "allocate_new_blocks",
+)
+#: Attributes of `KVCacheManager` and of the coordinator whose values are known here.
+_KNOWN_TO_MANAGER = frozenset(
+    {
+        "block_pool",
+        "coordinator",
+        "empty_kv_cache_blocks",
+        "enable_caching",
+        "max_model_len",
+        "retained_hit_group_ids",
+        "watermark_blocks",
+    }
+)
+_KNOWN_TO_COORDINATOR = frozenset(
+    {"single_type_managers", "retention_interval", "get_num_blocks_to_allocate"}
+)
+
+
+class SlotsRun:
+    """The release's own `KVCacheManager`, over groups that are stood in for.
+
+    Args:
+        core: The tree.
+        situation: What the step is asked, and the state that it starts from.
+        num_mamba_groups: Groups beside the full-attention group.
+        asks_gate: Whether the full-sequence gate is asked.
+    """
+
+    def __init__(
+        self, core: Core, situation: Situation, num_mamba_groups: int, *, asks_gate: bool = False
+    ) -> None:
+        self._core, self._situation, self._asks_gate = core, situation, asks_gate
+        self._manager = _kv_cache_manager(core, num_mamba_groups)
+        empty = self._manager.empty_kv_cache_blocks
+        self._hits = empty
+        if (
+            not isinstance(situation.num_hit_blocks, int)
+            and situation.call.num_local_computed_tokens > 0
+        ):
+            hits = tuple(_Hits() for _ in empty.blocks)
+            self._hits = core.symbol(KV_CACHE_MANAGER, "KVCacheBlocks")(hits)
+        self.groups = tuple(
+            _Standin(core, name, situation, asks_gate=asks_gate, hits=hits)
+            for name, hits in zip(names_of_groups(num_mamba_groups), self._hits.blocks, strict=True)
+        )
+        self._answers: list[IntLike] = []
+        coordinator = self._manager.coordinator
+        self._ask = coordinator.get_num_blocks_to_allocate
+        coordinator.get_num_blocks_to_allocate = self._recorded
+        coordinator.single_type_managers = self.groups
+        coordinator.retention_interval = term.int_var("retention_interval", 0)
+        pool = SimpleNamespace(get_num_free_blocks=lambda: term.int_var("free_blocks", 0))
+        self._manager.block_pool = pool
+        self._manager.max_model_len = term.int_var("max_model_len", 1)
+        self._manager.watermark_blocks = term.int_var("watermark_blocks", 0)
+        self._manager.retained_hit_group_ids = ()
+        for owner, known in (
+            (coordinator, _KNOWN_TO_COORDINATOR),
+            (self._manager, _KNOWN_TO_MANAGER),
+        ):
+            hide(owner, frozenset(vars(owner).keys() - known))
+
+    def step(self) -> Step:
+        """Ask a dry run, and then for slots, as the scheduler does.
+
+        Caching what is computed takes no blocks, so it is put off.
+        """
+        s, call = self._situation, self._situation.call
+        is_admission = isinstance(s.table_length, int)
+        local = call.num_local_computed_tokens if is_admission else 0
+        self._dry_run()
+        blocks = self._manager.allocate_slots(
+            self._request(),
+            call.num_tokens_main_model - call.total_computed_tokens,
+            num_new_computed_tokens=local,
+            new_computed_blocks=self._hits if is_admission else None,
+            num_lookahead_tokens=call.num_tokens - call.num_tokens_main_model,
+            num_external_computed_tokens=s.num_external_tokens,
+            delay_cache_blocks=True,
+            full_sequence_must_fit=self._asks_gate,
+            reserved_blocks=term.int_var("reserved_blocks", 0),
+        )
+        dry_run, *gate, estimate = (*self._answers, 0)[: 2 + self._asks_gate]
+        if blocks is not None:
+            self._check_calls()
+        return Step(
+            gate=gate[0] if gate else 0,
+            dry_run=dry_run,
+            estimate=estimate,
+            drawn=sum(group.drawn() for group in self.groups),
+            table_length=s.table_length,
+            dry_run_left_state=True,
+            refused=blocks is None,
+        )
+
+    def failed(self, error: Exception) -> Step:
+        """What was seen until ``error`` ended the step."""
+        dry_run, estimate = (*self._answers, 0, 0)[:2]
+        length = self._situation.table_length
+        return Step(dry_run, estimate, 0, length, True, raised=type(error).__name__)
+
+    def mismatches(self) -> BoolLike:
+        """Where a group was asked anything else than its exploration was about."""
+        return term.disjunction(found for group in self.groups for found in group.mismatches)
+
+    def _recorded(self, *args: Any, **kwargs: Any) -> IntLike:
+        answer: IntLike = self._ask(*args, **kwargs)
+        self._answers.append(answer)
+        return answer
+
+    def _dry_run(self) -> None:
+        call = self._situation.call
+        values = {
+            "request_id": REQUEST,
+            "new_computed_blocks": self._hits.blocks,
+            "num_encoder_tokens": 0,
+            "apply_admission_cap": True,
+            **vars(call),
+            "prefill_end": self._situation.prefill_length,
+        }
+        known = inspect.signature(self._ask).parameters
+        self._recorded(**{name: value for name, value in values.items() if name in known})
+
+    def _request(self) -> SimpleNamespace:
+        """What `allocate_slots` reads of a `Request`."""
+        s = self._situation
+        status = self._core.symbol(_REQUEST, "RequestStatus")
+        waits = isinstance(s.table_length, int) or s.parked is True
+        waiting = status.PREEMPTED if s.preempted is True else status.WAITING
+        computed = 0 if isinstance(s.table_length, int) else s.call.total_computed_tokens
+        return SimpleNamespace(
+            request_id=REQUEST,
+            status=waiting if waits else status.RUNNING,
+            num_computed_tokens=computed,
+            num_prompt_tokens=s.prefill_length,
+            num_tokens=s.num_request_tokens if self._asks_gate else s.prefill_length,
+            num_in_flight_tokens=term.int_var("num_in_flight_tokens", 0),
+        )
+
+    def _check_calls(self) -> None:
+        s = self._situation
+        external = bool(s.num_external_tokens > 0)
+        adopts = external or bool(s.num_hit_blocks > 0)
+        expected = [
+            "dry_run",
+            *(["gate"] if self._asks_gate else []),
+            "remove_skipped_blocks",
+            "estimate",
+            *(["add_local_computed_blocks"] if adopts else []),
+            *(["allocate_external_computed_blocks"] if external else []),
+            "allocate_new_blocks",
+        ]
+        for group in self.groups:
+            if group.calls != expected:
+                raise Unsupported(
+                    f"a group is called {', '.join(group.calls)} and not {', '.join(expected)}"
+                )
+
+
+class _Hits:
+    """A group's local hit, which the coordinator only hands on."""
+
+
+def names_of_groups(num_mamba_groups: int) -> tuple[str, ...]:
+    """Return a name for the full-attention group and for each Mamba group."""
+    return ("attention", "mamba", *(f"mamba_{i}" for i in range(2, num_mamba_groups + 1)))
+
+
+def _kv_cache_manager(core: Core, num_mamba_groups: int) -> Any:
+    """A `KVCacheManager` made by its own ``__init__``; no answer depends on the sizes it is given.
+
+    Raises:
+        CoreError: A class is not where vLLM keeps it.
+    """
+    interface = partial(core.symbol, INTERFACE)
+    sizes = {"block_size": _ANY_SIZE}
+    attention = interface("FullAttentionSpec")(**sizes, num_kv_heads=1, head_size=1, dtype=None)
+    mamba = interface("MambaSpec")(
+        **sizes, shapes=((1, 1),), dtypes=(None,), mamba_cache_mode="align"
+    )
+    group = interface("KVCacheGroupSpec")
+    names = names_of_groups(num_mamba_groups)
+    groups = [group([name], mamba if i else attention) for i, name in enumerate(names)]
+    config = interface("KVCacheConfig")(
+        num_blocks=_ANY_SIZE, kv_cache_tensors=[], kv_cache_groups=groups
+    )
+    kind = core.symbol(KV_CACHE_MANAGER, "KVCacheManager")
+    values = {
+        "kv_cache_config": config,
+        "enable_caching": True,
+        **dict.fromkeys(
+            (
+                "max_model_len",
+                "scheduler_block_size",
+                "hash_block_size",
+                "max_num_batched_tokens",
+                "max_in_flight_tokens",
+            ),
+            _ANY_SIZE,
+        ),
+    }
+    known = inspect.signature(kind).parameters
+    return kind(**{name: value for name, value in values.items() if name in known})
+
+
+#: Tokens or blocks, in what is built only to be given other sizes.
+_ANY_SIZE = 16
+
+
+def with_groups(situation: Situation, num_mamba_groups: int) -> Situation:
+    """Return a symbolic situation of one Mamba manager as that of several groups."""
+    if isinstance(situation.table_length, int):
+        has_hits = not isinstance(situation.num_hit_blocks, int)
+        columns: IntLike = 0
+    else:
+        has_hits = False
+        excess = term.int_var("num_excess_attention_columns", 0)
+        speculative = situation.geometry.num_speculative_blocks
+        columns = situation.table_length - speculative + excess
+    evictable = term.int_var("num_evictable_attention_hits", 0) if has_hits else 0
+    others = term.bool_var("other_hits_are_evictable")
+    return replace(
+        situation,
+        num_mamba_groups=num_mamba_groups,
+        attention_table_length=columns,
+        num_evictable_attention_hits=evictable,
+        other_hits_are_evictable=others if has_hits and num_mamba_groups > 1 else False,
+    )
+
+
+def explore_groups(
+    core: Core,
+    traits: Traits,
+    mamba: Exploration,
+    num_mamba_groups: int,
+    *,
+    asks: Asks = Asks.STEP,
+) -> Exploration:
+    """Put together the paths of several groups and of what adds them up.
+
+    Args:
+        core: The tree.
+        traits: What its align-mode manager knows.
+        mamba: All paths of the align-mode manager in a kind of step.
+        num_mamba_groups: How many groups it manages.
+        asks: What is done with the request, there as here.
+
+    Raises:
+        NotUnderstood: A construct is not understood, or the groups are not asked what their
+            explorations are about.
+        CoreError: A symbol that the step needs is missing in the tree.
+    """
+    asks_gate = asks is Asks.GATE
+    situation = with_groups(mamba.situation, num_mamba_groups)
+    assumptions = {**mamba.assumptions, **_assumptions(situation, traits, asks_gate=asks_gate)}
+    make = partial(AttentionRun, core, traits, situation, asks_gate=asks_gate)
+    run = partial(run_along, core, make, AttentionRun.step)
+    attention = all_paths(core, run, situation, assumptions, "the full-attention group")
+    slots = _explore_slots(core, situation, assumptions, num_mamba_groups, asks_gate=asks_gate)
+    others = [_other_group(mamba.paths)] * (num_mamba_groups - 1)
+    admitted = [path for path in slots.paths if path.step.refused is False]
+    joined = [
+        path
+        for slot in _merged(admitted)
+        for path in _joined(slot, (_merged(attention.paths), mamba.paths, *others))
+    ]
+    # The paths of each part cover all there is, so what is on none of these was refused.
+    refused = term.negation(term.disjunction(path.condition for path in joined))
+    nothing = Step(0, 0, 0, situation.table_length, True, refused=True)
+    return Exploration(
+        situation,
+        assumptions,
+        (*joined, PathSummary(refused, nothing)),
+        (),
+        tuple(dict.fromkeys((*mamba.core, *attention.core, *slots.core))),
+        (*mamba.built_in, *(a.slug for a in OF_GROUPS if a.holds(situation) is True)),
+    )
+
+
+def _explore_slots(
+    core: Core,
+    situation: Situation,
+    assumptions: Mapping[str, BoolLike],
+    num_mamba_groups: int,
+    *,
+    asks_gate: bool,
+) -> Found:
+    """All paths of `allocate_slots`, whatever its groups answer."""
+    mismatches: list[BoolLike] = []
+
+    def make() -> SlotsRun:
+        return SlotsRun(core, situation, num_mamba_groups, asks_gate=asks_gate)
+
+    def perform(run: SlotsRun) -> Step:
+        step = run.step()
+        mismatches.append(run.mismatches())
+        return step
+
+    run = partial(run_along, core, make, perform)
+    found = all_paths(core, run, situation, assumptions, "allocate_slots")
+    question = smt.Question(assumptions)
+    where = [path.condition for path in found.paths if path.step.raised is None]
+    result = question.ask(
+        term.disjunction(map(term.conjunction, zip(where, mismatches, strict=True)))
+    )
+    if result.answer is not smt.Answer.UNSAT:
+        file = core.file_of(COORDINATOR)
+        raise NotUnderstood(f"{file}: groups may be asked something else than the step's numbers")
+    return found
+
+
+def _assumptions(situation: Situation, traits: Traits, *, asks_gate: bool) -> dict[str, BoolLike]:
+    found = {assumption.slug: assumption.holds(situation) for assumption in OF_GROUPS}
+    call, most = situation.call, term.int_var("max_model_len", 1)
+    fits = [call.num_tokens <= most]
+    if asks_gate:
+        fits.append(situation.num_request_tokens <= most)
+    found[TOKENS_FIT_MODEL.slug] = term.conjunction(fits)
+    free, blocks = term.int_var("free_blocks", 0), term.int_var("num_gpu_blocks", 1)
+    found[NULL_BLOCK_IS_NOT_FREE.slug] = free < blocks
+    if traits.takes_prefill_end:
+        is_sparse = term.int_var("retention_interval", 0) == 0
+        end = term.choose(is_sparse, situation.prefill_length, 0)
+        found[RETENTION_IS_OF_COORDINATOR.slug] = call.prefill_end == end
+    return {slug: formula for slug, formula in found.items() if formula is not True}
+
+
+def _other_group(paths: Sequence[PathSummary]) -> tuple[PathSummary, ...]:
+    """The paths of a Mamba group behind the first."""
+    put = Substitution({name: variable() for name, variable in _OF_OTHER_GROUPS.items()})
+    return tuple(
+        replace(path, condition=put.truth(path.condition), step=put.record(path.step))
+        for path in paths
+    )
+
+
+def _merged(paths: Sequence[PathSummary]) -> tuple[PathSummary, ...]:
+    """Paths that go through as one, whose numbers are chosen by their conditions."""
+    through = [path for path in paths if path.step.raised is None]
+    if not through:
+        return tuple(paths)
+    *others, last = through
+    step = last.step
+    for path in others:
+        numbers = {
+            name: term.choose(path.condition, getattr(path.step, name), getattr(step, name))
+            for name in ("gate", "dry_run", "estimate", "drawn", "table_length")
+        }
+        left = term.conjunction((path.step.dry_run_left_state, step.dry_run_left_state))
+        step = replace(step, **numbers, dry_run_left_state=left)
+    where = term.disjunction(path.condition for path in through)
+    failed = (path for path in paths if path.step.raised is not None)
+    return (PathSummary(where, step), *failed)
+
+
+def _joined(slot: PathSummary, groups: Sequence[Sequence[PathSummary]]) -> Iterator[PathSummary]:
+    """Yield the ways through `allocate_slots` by the ways through each of its groups."""
+    if slot.step.raised is not None:
+        yield slot
+        return
+    names = names_of_groups(len(groups) - 1)
+    for parts in product(*groups):
+        where = term.conjunction(part.condition for part in parts)
+        if where is False:
+            continue
+        put = Substitution(
+            {
+                f"{name}_{answer}": getattr(part.step, answer)
+                for name, part in zip(names, parts, strict=True)
+                for answer in ("gate", "dry_run", "estimate", "drawn")
+            }
+        )
+        condition = term.conjunction((put.truth(slot.condition), where))
+        if condition is not False:
+            yield _path(condition, put.record(slot.step), parts)
+
+
+def _path(condition: BoolLike, sums: Step, parts: Sequence[PathSummary]) -> PathSummary:
+    attention, mamba, *_ = (part.step for part in parts)
+    raised = next((part for part in parts if part.step.raised is not None), None)
+    step = replace(
+        mamba,
+        gate=sums.gate,
+        dry_run=sums.dry_run,
+        estimate=sums.estimate,
+        drawn=sums.drawn,
+        dry_run_left_state=term.conjunction(part.step.dry_run_left_state for part in parts),
+        attention_table_length=attention.table_length,
+        deferred=term.disjunction(part.step.deferred for part in parts),
+        raised=None if raised is None else raised.step.raised,
+    )
+    return PathSummary(condition, step, None if raised is None else raised.raised_at)
