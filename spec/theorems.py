@@ -91,7 +91,8 @@ class Theorem:
         witness: The interesting case; a proof whose witness cannot occur is VACUOUS.
         source: Where the claim comes from.
         survives_exception: Whether a step that raised still falls under the claim.
-        covers_deferred: Whether a step that was deliberately put off falls under the claim.
+        covers_deferred: Whether a step that was deliberately put off, or refused, falls under the
+            claim.
         asks_gate: Whether it is about the full-sequence gate, which then is asked before the step.
         asks_removal: Whether it is about the removal of skipped blocks, which then is all that is
             done.
@@ -117,9 +118,9 @@ class Theorem:
         return self.not_elsewhere if self.families and family not in self.families else None
 
     def holds(self, s: Situation, step: Step, pool: Pool, need: Need) -> BoolLike:
-        """Return whether the claim holds of a step, or is not about it since it was put off."""
+        """Return whether the claim holds of a step, or is not about it since nothing was done."""
         claim = self.claim(s, step, pool, need)
-        return claim if self.covers_deferred else step.deferred | claim
+        return claim if self.covers_deferred else step.deferred | step.refused | claim
 
 
 def _draws(situation: Situation, step: Step) -> BoolLike:
