@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -25,6 +26,14 @@ OWN_METHODS = {"MambaManager": ("get_num_blocks_to_allocate", "allocate_new_bloc
 METHODS = {
     "MambaManager": ("new_step_starts", "remove_skipped_blocks", "free"),
     "BlockPool": ("get_num_free_blocks", "get_new_blocks", "free_blocks", "touch", "evict_blocks"),
+    "KVCacheCoordinator": (
+        "get_num_blocks_to_allocate",
+        "remove_skipped_blocks",
+        "cache_blocks",
+        "free",
+        "new_step_starts",
+    ),
+    "KVCacheManager": ("allocate_slots",),
 }
 
 #: Private attributes of a manager that hold checkpoints pending from the last estimate, by the
@@ -65,6 +74,9 @@ class Modules(Protocol):
     def block_pool(self) -> Any:
         """`vllm.v1.core.block_pool`."""
 
+    def module(self, name: str) -> Any:
+        """Another module of the KV-cache core, by its vLLM name."""
+
 
 @dataclass(frozen=True)
 class ImportedModules:
@@ -77,6 +89,10 @@ class ImportedModules:
     """`torch.float32`; the element type that the spec is built with."""
     location: str
     """Folder of the imported package, and torch's version."""
+
+    def module(self, name: str) -> Any:
+        """Import another module of the KV-cache core, by its vLLM name."""
+        return importlib.import_module(name)
 
 
 @dataclass(frozen=True)
@@ -109,7 +125,7 @@ class Bindings:
         name = "num_prefill_checkpoint_blocks"
         if geometry.num_prefill_checkpoint_blocks and name not in self.spec_arguments:
             raise BindingError(f"{self.file}: this release has no MambaSpec.{name}")
-        return self.spec_class(**_taken(values, self.spec_arguments))
+        return self.spec_class(**taken(values, self.spec_arguments))
 
     def new_pool(self, num_gpu_blocks: int, hash_block_size: int, num_lookahead: int = 0) -> Any:
         """Return a `BlockPool` with prefix caching.
@@ -126,7 +142,7 @@ class Bindings:
         if num_lookahead and name not in self.pool_arguments:
             raise BindingError(f"{self.pool_file}: this release has no BlockPool.{name}")
         values = _pool_values(num_gpu_blocks, hash_block_size, num_lookahead)
-        return self.pool_class(**_taken(values, self.pool_arguments))
+        return self.pool_class(**taken(values, self.pool_arguments))
 
     def new_manager(self, geometry: Geometry, spec: Any, pool: Any) -> Any:
         """Return a `MambaManager` of the only group.
@@ -136,8 +152,17 @@ class Bindings:
                 has none.
         """
         values = _manager_values(geometry, spec, pool)
-        manager = self.manager_class(**_taken(values, self.manager_arguments))
-        # vLLM: both are set by the coordinator, after it has built its managers.
+        manager = self.manager_class(**taken(values, self.manager_arguments))
+        self.set_as_coordinator_does(geometry, manager)
+        return manager
+
+    def set_as_coordinator_does(self, geometry: Geometry, manager: Any) -> None:
+        """Give a `MambaManager` what the coordinator sets after it has built its managers.
+
+        Raises:
+            BindingError: The geometry has the EAGLE drop or an alignment of hits, and the release
+                has none.
+        """
         if geometry.drop_eagle_checkpoint_block:
             self.need("drop_eagle_checkpoint_block", manager)
             manager.drop_eagle_checkpoint_block = True
@@ -146,7 +171,6 @@ class Bindings:
             self.need(name, manager)
         if hasattr(manager, name):
             setattr(manager, name, alignment)
-        return manager
 
     def need(self, name: str, manager: Any) -> None:
         """Refuse a release whose managers lack an attribute or a method.
@@ -160,10 +184,10 @@ class Bindings:
     def call(
         self, owner: Any, method: str, values: Mapping[str, Any], optional: Sequence[str] = ()
     ) -> Any:
-        """Call a method of a manager or a pool with those of the values that it takes.
+        """Call a method of a part of the tree with those of the values that it takes.
 
         Args:
-            owner: A manager or a pool that this object built.
+            owner: A manager, a pool, a coordinator.
             method: Name of the method.
             values: Arguments by name.
             optional: Names of arguments that not every release takes.
@@ -172,14 +196,13 @@ class Bindings:
             BindingError: The method is missing, does not take an argument that is not optional, or
                 requires one that is not given.
         """
-        is_pool = owner.__class__ is self.pool_class
-        file, name = (self.pool_file, "BlockPool") if is_pool else (self.file, "MambaManager")
+        file, name = file_of(sys.modules.get(owner.__module__)), owner.__class__.__name__
         function = getattr(owner, method, None)
         if not callable(function):
             raise BindingError(f"{file}: no {name}.{method} here (renamed?)")
         needed = [value for value in values if value not in optional]
-        accepted = _accepted(function, values, f"{file}: {name}.{method}", needed)
-        return function(**_taken(values, accepted))
+        accepted = accepted_arguments(function, values, f"{file}: {name}.{method}", needed)
+        return function(**taken(values, accepted))
 
 
 def bind(modules: Modules) -> Bindings:
@@ -189,20 +212,20 @@ def bind(modules: Modules) -> Bindings:
         BindingError: A class, a method or a known argument is missing, or an argument is required
             that the driver does not know.
     """
-    manager_class = _find_class(modules.managers, "MambaManager")
-    spec_class = _find_class(modules.interface, "MambaSpec")
-    pool_class = _find_class(modules.block_pool, "BlockPool")
+    manager_class = find_class(modules.managers, "MambaManager")
+    spec_class = find_class(modules.interface, "MambaSpec")
+    pool_class = find_class(modules.block_pool, "BlockPool")
     return Bindings(
         spec_class=spec_class,
         pool_class=pool_class,
         manager_class=manager_class,
-        spec_arguments=_accepted(
+        spec_arguments=accepted_arguments(
             spec_class,
-            _spec_values(_ANY_GEOMETRY, None),
+            _spec_values(ANY_GEOMETRY, None),
             f"{file_of(modules.interface)}: MambaSpec",
             needed=["block_size", "mamba_cache_mode", "num_speculative_blocks"],
         ),
-        pool_arguments=_accepted(
+        pool_arguments=accepted_arguments(
             pool_class,
             _pool_values(1, 1, 0),
             f"{file_of(modules.block_pool)}: BlockPool",
@@ -210,7 +233,7 @@ def bind(modules: Modules) -> Bindings:
         ),
         manager_arguments=_check_parameters(
             _constructor_parameters(manager_class),
-            _manager_values(_ANY_GEOMETRY, None, None),
+            _manager_values(ANY_GEOMETRY, None, None),
             f"{file_of(modules.managers)}: MambaManager",
             needed=["kv_cache_spec", "block_pool"],
         ),
@@ -244,7 +267,7 @@ def import_vllm(root: Path | None = None) -> ImportedModules:
                 importlib.import_module, (MANAGERS, INTERFACE, BLOCK_POOL)
             )
     except Exception as error:  # Importing runs the tree's own code, which may raise anything.
-        raise BindingError(f"vllm tier: {_one_line(error)}") from error
+        raise BindingError(f"vllm tier: {one_line(error)}") from error
     package = Path(str(vllm.__file__)).resolve().parent
     if root is not None and package != (Path(root) / "vllm").resolve():
         raise BindingError(f"vllm tier: {package} was imported instead of {Path(root) / 'vllm'}")
@@ -257,7 +280,12 @@ def file_of(module: Any) -> str:
     return str(getattr(module, "__file__", module))
 
 
-def _find_class(module: Any, name: str) -> Any:
+def find_class(module: Any, name: str) -> Any:
+    """Return a class of a module, if it has the methods that the driver calls.
+
+    Raises:
+        BindingError: The class, or one of them, is missing.
+    """
     found = getattr(module, name, None)
     if not isinstance(found, type):
         raise BindingError(f"{file_of(module)}: no {name} here (renamed?)")
@@ -272,7 +300,7 @@ def _find_class(module: Any, name: str) -> Any:
 def _call_fields(managers: Any, method: str, needed: Sequence[str]) -> tuple[str, ...]:
     """The fields of `Call` that a method of `MambaManager` takes."""
     call_fields = [field.name for field in fields(Call)]
-    accepted = _accepted(
+    accepted = accepted_arguments(
         getattr(managers.MambaManager, method),
         [*needed, *call_fields],
         f"{file_of(managers)}: MambaManager.{method}",
@@ -281,7 +309,7 @@ def _call_fields(managers: Any, method: str, needed: Sequence[str]) -> tuple[str
     return tuple(name for name in call_fields if name in accepted)
 
 
-def _accepted(
+def accepted_arguments(
     function: Callable[..., Any], known: Iterable[str], where: str, needed: Sequence[str]
 ) -> frozenset[str]:
     """The names among `known` that `function` takes."""
@@ -322,7 +350,7 @@ def _check_parameters(
 
 # Every constructor argument that may be given; a release takes those it knows.
 
-_ANY_GEOMETRY = Geometry(1, 1, 0, 0, 1, False)
+ANY_GEOMETRY = Geometry(1, 1, 0, 0, 1, False)
 
 
 def _spec_values(geometry: Geometry, state_dtype: Any) -> dict[str, Any]:
@@ -356,10 +384,12 @@ def _manager_values(geometry: Geometry, spec: Any, pool: Any) -> dict[str, Any]:
     }
 
 
-def _taken(values: Mapping[str, Any], accepted: frozenset[str]) -> dict[str, Any]:
+def taken(values: Mapping[str, Any], accepted: frozenset[str]) -> dict[str, Any]:
+    """Return those of the arguments that are taken."""
     return {name: value for name, value in values.items() if name in accepted}
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """Return type and text of an exception."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""The one place that touches vLLM: build a real manager, apply a step, observe its effects.
+"""Build requests on the real managers of one vLLM tree.
 
 The same code drives both tiers. In the core tier the modules come from `models.loader.Core`, with
 nothing installed and many trees in one process; in the vllm tier they are real imports, one tree
@@ -7,31 +7,20 @@ per process. What releases call things is found by `conformance.bindings`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
-from operator import attrgetter, is_
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from conformance.bindings import (
-    CACHE_PARTIAL_TAIL,
-    COLUMN_TO_RETIRE,
-    HAS_PARTIAL_HIT,
-    PARTIAL_HITS,
-    PENDING_CHECKPOINTS,
-    BindingError,
-    Bindings,
-    DriverError,
-    Modules,
-    bind,
-    import_vllm,
-)
-from models.loader import Core, CoreError, PlaceholderUsed
-from spec.vocabulary import Call, Geometry, Situation, Step
+from conformance.bindings import BindingError, DriverError, Modules, bind, import_vllm
+from conformance.group_bindings import GroupBindings, bind_groups
+from conformance.groups import GroupsUnderTest
+from conformance.pools import PoolShelf
+from conformance.request import MAX_TABLE_COLUMNS, LimitError, Observation, RequestUnderTest
+from models.loader import Core, CoreError
+from spec.vocabulary import Geometry
 
 __all__ = [
+    "MAX_POOL_BLOCKS",
+    "MAX_TABLE_COLUMNS",
     "BindingError",
     "Driver",
     "DriverError",
@@ -42,44 +31,11 @@ __all__ = [
     "vllm_driver",
 ]
 
-REQUEST_ID = "request"
-
-#: The only KV-cache group.
-GROUP_ID = 0
-
 #: Blocks in the largest pool that is built; one block costs about 150 bytes.
 MAX_POOL_BLOCKS = 2**22
 
-#: Columns of the longest block table that a step may ask for; one column costs 8 bytes.
-MAX_TABLE_COLUMNS = 2**24
-
-#: Blocks in all pools together that are kept for later requests, and specs likewise.
-_MAX_IDLE_BLOCKS = 2**18
+#: Specs that are kept for later requests.
 _MAX_SPECS = 4096
-
-_block_id = attrgetter("block_id")
-_is_null = attrgetter("is_null")
-_ref_cnt = attrgetter("ref_cnt")
-_block_hash = attrgetter("block_hash")
-_next_free_block = attrgetter("next_free_block")
-
-
-class LimitError(DriverError):
-    """The sizes are out of the driver's reach, or the pool has too few blocks for the request."""
-
-
-@dataclass(frozen=True)
-class Observation:
-    """Public effects after a step, in blocks."""
-
-    free: int
-    """Free blocks in the pool, evictable ones included."""
-    table_length: int
-    """Columns of the request's block table."""
-    held: int
-    """Distinct non-null blocks of the table."""
-    table: tuple[int, ...]
-    """Block ids by column; 0 is the null block."""
 
 
 class Driver:
@@ -96,14 +52,20 @@ class Driver:
         self.bindings = bind(modules)
         self.location = str(getattr(modules, "root", None) or getattr(modules, "location", "?"))
         self._specs: dict[Geometry, Any] = {}
-        self._pools = _PoolShelf(self.bindings)
+        self._pools = PoolShelf(self.bindings)
+        self._modules = modules
+        self._group_bindings: GroupBindings | None = None
 
-    def request(self, geometry: Geometry, num_gpu_blocks: int) -> RequestUnderTest:
+    def request(
+        self, geometry: Geometry, num_gpu_blocks: int, num_mamba_groups: int = 0
+    ) -> RequestUnderTest:
         """Return a request without a block table, on a pool and a manager of its own.
 
         Args:
             geometry: Sizes, as plain ints.
             num_gpu_blocks: Pool size in blocks, null block included.
+            num_mamba_groups: Mamba groups that share the pool with a full-attention group, asked
+                through `KVCacheManager`; 0 asks one `MambaManager` by itself.
 
         Raises:
             BindingError: The release has no such feature as the geometry asks for.
@@ -113,12 +75,24 @@ class Driver:
             raise LimitError(
                 f"a pool of {num_gpu_blocks} blocks: at most {MAX_POOL_BLOCKS} are built"
             )
+        if num_mamba_groups > 0:
+            return self._request_on_groups(geometry, num_gpu_blocks, num_mamba_groups)
         # vLLM: one token behind the checkpoint is left without any lookahead.
         num_behind = geometry.num_tokens_behind_checkpoint
         num_lookahead = num_behind if num_behind > 1 else 0
         pool = self._pools.take(num_gpu_blocks, geometry.hash_block_size, num_lookahead)
         manager = self.bindings.new_manager(geometry, self._spec(geometry), pool)
         return RequestUnderTest(self.bindings, geometry, manager, pool, self._pools)
+
+    def _request_on_groups(
+        self, geometry: Geometry, num_gpu_blocks: int, num_mamba_groups: int
+    ) -> GroupsUnderTest:
+        if self._group_bindings is None:
+            self._group_bindings = bind_groups(self._modules)
+        manager = self._group_bindings.new_kv_cache_manager(
+            geometry, self._spec(geometry), num_gpu_blocks, num_mamba_groups
+        )
+        return GroupsUnderTest(self.bindings, self._group_bindings, geometry, manager, self._pools)
 
     def _spec(self, geometry: Geometry) -> Any:
         spec = self._specs.get(geometry)
@@ -127,544 +101,6 @@ class Driver:
                 self._specs.clear()
             spec = self._specs[geometry] = self.bindings.new_spec(geometry)
         return spec
-
-
-class RequestUnderTest:
-    """One request on the real manager; `apply` steps and `observe` what they did."""
-
-    def __init__(
-        self,
-        bindings: Bindings,
-        geometry: Geometry,
-        manager: Any,
-        pool: Any,
-        shelf: _PoolShelf,
-    ) -> None:
-        self.geometry = geometry
-        self.manager = manager
-        self.pool = pool
-        self.exception: Exception | None = None
-        """What ended the last step, None where it went through."""
-        self.free_at_allocation: int | None = None
-        """Free blocks that the last step's allocation found, None where it was not reached."""
-        self._bindings = bindings
-        self._shelf = shelf
-        self._least_free = pool.get_num_free_blocks()
-        self._is_parked = self._was_preempted = self._owns_partial_tail = False
-        self._num_hits = 0
-        self._held_by_another: list[Any] = []
-        self._hashes: set[Any] = set()
-
-    def apply(
-        self,
-        call: Call,
-        *,
-        num_hit_blocks: int = 0,
-        hit_is_evictable: bool = False,
-        num_external_tokens: int = 0,
-        loads_asynchronously: bool = False,
-        num_request_tokens: int = 0,
-        free_blocks: int | None = None,
-        exactly_the_estimate: bool = False,
-        watch_dry_run: bool = True,
-    ) -> Step:
-        """Perform one step, in the order of `KVCacheManager.allocate_slots`.
-
-        Args:
-            call: Arguments of the step, in tokens.
-            num_hit_blocks: Columns of the local hit that the step adopts, all null but the last.
-            hit_is_evictable: Whether nobody references the hit's last block; else another does.
-            num_external_tokens: Tokens that a connector brings.
-            loads_asynchronously: Whether they arrive later, and the request is parked.
-            num_request_tokens: Tokens that the full-sequence gate is asked about first; 0 asks
-                nothing.
-            free_blocks: Free blocks that the allocation finds; None leaves the pool as it is.
-            exactly_the_estimate: The allocation finds as many free blocks as the estimate says,
-                the least pool that passes the check.
-            watch_dry_run: Whether to compare state around the dry run, which takes time in
-                proportion to the pool and the table. `Step.dry_run_left_state` is None without.
-
-        Returns:
-            What was seen; None for what was not reached before an exception, which then is in
-            `exception`. Blocks drawn are those that left the free list.
-
-        Raises:
-            DriverError: The step cannot be run, or not on a pool of this size.
-        """
-        self._check_size(call)
-        self._end_last_step()
-        adopts = num_hit_blocks > 0 or num_external_tokens > 0
-        if adopts:
-            self._check_adoption(call, num_hit_blocks, num_external_tokens)
-        hit = self._hit(call.num_local_computed_tokens, num_hit_blocks, hit_is_evictable)
-        evictable = [block for block in hit if block.ref_cnt == 0 and not block.is_null]
-        self.exception = self.free_at_allocation = None
-        pool = self.pool
-        arguments = {name: getattr(call, name) for name in self._bindings.estimator_call_fields}
-        dry_run = estimate = drawn = left_state = None
-        gate, removal = (None if num_request_tokens else 0), (None, None)
-        retired_before, is_new_columns = self._column_to_retire(), False
-        try:
-            if num_request_tokens:
-                gate = self._ask_gate(arguments, hit, num_request_tokens)
-            removal = self._remove_skipped_blocks(call.total_computed_tokens)
-            num_columns = len(self._table())
-            before = self._watched_state() if watch_dry_run else None
-            try:
-                dry_run = self._estimate(arguments, hit, is_dry_run=True)
-            finally:
-                if watch_dry_run:
-                    left_state = self._watched_state() == before
-            estimate = self._estimate(arguments, hit, is_dry_run=False)
-            occupied = self._occupy(estimate if exactly_the_estimate else free_blocks, evictable)
-            self.free_at_allocation = pool.get_num_free_blocks()
-            retired_before = self._column_to_retire()
-            try:
-                if adopts:
-                    self._adopt(call, hit, num_external_tokens, loads_asynchronously)
-                returned = [*map(_block_id, self._allocate(call))]
-                new_columns = [*map(_block_id, self._table()[num_columns:])]
-                # vLLM: a request that the worker has not seen is handed over with its whole table.
-                is_new_columns = adopts or self._is_parked or returned == new_columns
-            finally:
-                free = pool.get_num_free_blocks()
-                drawn = self.free_at_allocation - free
-                self._least_free = min(self._least_free, free)
-                if occupied:
-                    pool.free_blocks(occupied)
-        except PlaceholderUsed as error:
-            raise BindingError(f"core tier: {error}") from error
-        except DriverError:
-            raise
-        except Exception as error:
-            self.exception = error
-        self._is_parked = loads_asynchronously
-        self._was_preempted = self._owns_partial_tail = False
-        return Step(
-            dry_run=dry_run,
-            estimate=estimate,
-            drawn=drawn,
-            table_length=len(self._table()),
-            dry_run_left_state=left_state,
-            tail_is_held=self._tail_is_held(),
-            **self._pending_checkpoint(),
-            returned_new_columns=is_new_columns,
-            no_block_is_twice=self._no_block_is_twice(),
-            column_to_retire_before=retired_before,
-            column_to_retire=self._column_to_retire(),
-            gate=gate,
-            removal_kept_state=removal[0],
-            removed_blocks=removal[1],
-            raised=None if self.exception is None else type(self.exception).__name__,
-        )
-
-    def preempt(self) -> None:
-        """Take the request's blocks away; the next step admits it again.
-
-        Raises:
-            DriverError: It has none.
-        """
-        if not self._table():
-            raise DriverError("a request without a table is not preempted")
-        self._end_last_step()
-        self.manager.free(REQUEST_ID)
-        self._was_preempted, self._is_parked, self._owns_partial_tail = True, False, False
-
-    def cache_own_partial_tail(self, num_tokens: int) -> None:
-        """Have the tree cache the request's own block that ends inside a block.
-
-        Args:
-            num_tokens: Tokens computed so far, where the block ends. The prompt is taken to end
-                where the release caches the tail there.
-
-        Raises:
-            BindingError: The release has no partial tails.
-            DriverError: It cached none there.
-        """
-        self._bindings.need(CACHE_PARTIAL_TAIL, self.manager)
-        self._end_last_step()
-        # How much prompt lies behind its last cached tail differs by release and EAGLE drop.
-        geometry = self.geometry
-        for num_behind in (geometry.num_tokens_behind_checkpoint, 0, geometry.hash_block_size):
-            request = self._stand_in(REQUEST_ID, num_tokens, num_tokens + num_behind)
-            values = {"request": request, "num_tokens": num_tokens, "replay_boundaries": ()}
-            self._cache(self.manager, "cache_blocks", values, optional=["replay_boundaries"])
-            if self._tail_is_cached(num_tokens):
-                self._owns_partial_tail = True
-                return
-        reason = self._why_no_tail(num_tokens)
-        raise DriverError(f"no partial tail is cached at {num_tokens} tokens: {reason}")
-
-    def observe(self) -> Observation:
-        """Return the public effects so far."""
-        table = tuple(map(_block_id, self._table()))
-        return Observation(
-            free=self.pool.get_num_free_blocks(),
-            table_length=len(table),
-            held=len(set(table) - {self.pool.null_block.block_id}),
-            table=table,
-        )
-
-    def situation(
-        self,
-        call: Call,
-        prefill_length: int,
-        *,
-        num_hit_blocks: int = 0,
-        hit_is_evictable: bool = False,
-        num_external_tokens: int = 0,
-        loads_asynchronously: bool = False,
-        num_request_tokens: int = 0,
-    ) -> Situation:
-        """Return what decides the family of a step that is about to be applied so."""
-        return Situation(
-            geometry=self.geometry,
-            call=call,
-            table_length=len(self._table()),
-            prefill_length=prefill_length,
-            num_request_tokens=num_request_tokens,
-            num_hit_blocks=num_hit_blocks,
-            hit_is_evictable=hit_is_evictable,
-            num_external_tokens=num_external_tokens,
-            loads_asynchronously=loads_asynchronously,
-            parked=self._is_parked,
-            preempted=self._was_preempted,
-            owns_partial_tail=self._owns_partial_tail,
-        )
-
-    def finish(self) -> bool:
-        """Free the request's blocks; return whether the pool is as it was before the request.
-
-        Such a pool is handed to later requests of its size, so block ids do not depend on what
-        ran before. The request is not to be used afterwards.
-        """
-        self._end_last_step()
-        self.manager.free(REQUEST_ID)
-        self.pool.free_blocks(self._held_by_another)
-        if not self._hashes:
-            return self._shelf.put_back(self.pool, self._least_free)
-        self._drop_hashes()
-        # A block that is freed with a hash goes to the end of the free list.
-        return self._shelf.put_back(self.pool, least_free=0)
-
-    def _end_last_step(self) -> None:
-        """Do what the scheduler does between steps: the copies on write of the last one have run.
-
-        Each of them keeps both its blocks until then.
-        """
-        take_copies = getattr(self.manager, "take_pending_cow_copies", tuple)
-        for copied in take_copies():
-            self.pool.free_blocks(copied)
-        self.manager.new_step_starts()
-
-    def _hit(self, num_tokens: int, num_blocks: int, is_evictable: bool) -> list[Any]:
-        """The blocks of a hit of `num_tokens`, of which another request has cached the last.
-
-        Fewer blocks than these tokens fill are a hit of whole blocks.
-        """
-        if num_blocks == 0:
-            return []
-        pool, block_size = self.pool, self.geometry.block_size
-        num_tokens = min(num_tokens, num_blocks * block_size)
-        if pool.get_num_free_blocks() == 0:
-            raise LimitError("the pool has no free block for the hit")
-        cached = pool.get_new_blocks(1)
-        blocks: list[Any] = [pool.null_block] * (num_blocks - 1) + cached
-        self._num_hits += 1
-        another = self._stand_in(f"another-{self._num_hits}", num_tokens, num_tokens)
-        values = {"request": another, "kv_cache_group_id": GROUP_ID, "block_size": block_size}
-        if num_tokens % block_size == 0:
-            values |= {"blocks": blocks, "num_full_blocks": num_blocks}
-            self._cache(pool, "cache_full_blocks", {**values, "num_cached_blocks": num_blocks - 1})
-        else:
-            self._bindings.need(HAS_PARTIAL_HIT, self.manager)
-            values |= {"block": cached[0], "num_tokens": num_tokens}
-            self._cache(pool, "cache_partial_block", values)
-        if is_evictable:
-            pool.free_blocks(cached)
-        else:
-            self._held_by_another += cached
-        return blocks
-
-    def _adopt(
-        self, call: Call, hit: list[Any], num_external_tokens: int, loads_asynchronously: bool
-    ) -> None:
-        """Make the hit and the external tokens the request's, as the coordinator does."""
-        num_tokens = {
-            "request_id": REQUEST_ID,
-            "num_local_computed_tokens": call.num_local_computed_tokens,
-            "num_external_computed_tokens": num_external_tokens,
-        }
-        self._bindings.call(
-            self.manager, "add_local_computed_blocks", {**num_tokens, "new_computed_blocks": hit}
-        )
-        if num_external_tokens > 0:
-            self._bindings.call(
-                self.manager,
-                "allocate_external_computed_blocks",
-                {**num_tokens, "record_for_zeroing": not loads_asynchronously},
-                optional=["record_for_zeroing"],
-            )
-
-    def _cache(
-        self, owner: Any, method: str, values: dict[str, Any], optional: Sequence[str] = ()
-    ) -> None:
-        """Have a manager or a pool cache blocks, and remember the hashes that this adds.
-
-        Raises:
-            DriverError: It raised, which is not the doing of the step under test.
-        """
-        before = _hash_map_ids(self.pool).keys()
-        try:
-            self._bindings.call(owner, method, values, optional)
-        except PlaceholderUsed as error:
-            raise BindingError(f"core tier: {error}") from error
-        except DriverError:
-            raise
-        except Exception as error:
-            raise DriverError(f"{method} raised {type(error).__name__}: {error}") from error
-        self._hashes |= _hash_map_ids(self.pool).keys() - before
-
-    def _stand_in(self, request_id: str, num_tokens: int, num_prompt_tokens: int) -> Any:
-        """What the caching functions read of a `Request` that has computed `num_tokens`."""
-        return SimpleNamespace(
-            request_id=request_id,
-            num_prompt_tokens=num_prompt_tokens,
-            num_tokens=max(num_tokens, num_prompt_tokens),
-            num_computed_tokens=num_tokens,
-            block_hashes=_Hashes(request_id, num_tokens // self.geometry.hash_block_size),
-            all_token_ids=(),
-            shared_prefix_boundary=0,
-        )
-
-    def _drop_hashes(self) -> None:
-        found = _hash_map_ids(self.pool)
-        ids = {i for block_hash in self._hashes & found.keys() for i in found[block_hash]}
-        blocks = [self.pool.blocks[i] for i in ids]
-        self.pool.touch(blocks)
-        self.pool.evict_blocks(ids)
-        self.pool.free_blocks(blocks)
-
-    def _tail_is_cached(self, num_tokens: int) -> bool:
-        column, block = getattr(self.manager, PARTIAL_HITS).get(REQUEST_ID, (-1, None))
-        return column == num_tokens // self.geometry.block_size and block is not None
-
-    def _why_no_tail(self, num_tokens: int) -> str:
-        column, table = num_tokens // self.geometry.block_size, self._table()
-        if num_tokens % self.geometry.block_size == 0:
-            return "a block ends there"
-        if num_tokens % self.geometry.hash_block_size:
-            return "no hash unit ends there"
-        if column >= len(table) or table[column].is_null:
-            return f"the request has no block in column {column}"
-        if self._pending_checkpoint()["checkpoint_is_pending"]:
-            return "the release caches the pending checkpoint instead"
-        return f"{self._bindings.file}, {CACHE_PARTIAL_TAIL} refuses it"
-
-    def _estimate(self, arguments: dict[str, int], hit: Sequence[Any], *, is_dry_run: bool) -> Any:
-        return self.manager.get_num_blocks_to_allocate(
-            request_id=REQUEST_ID,
-            new_computed_blocks=hit,
-            apply_admission_cap=is_dry_run,
-            **arguments,
-        )
-
-    def _remove_skipped_blocks(self, num_computed_tokens: int) -> tuple[bool, bool]:
-        """Have the tree remove them; return whether the state stayed, and whether any went."""
-        before, num_last = [*self._table()], 1 + self.geometry.num_speculative_blocks
-        self.manager.remove_skipped_blocks(REQUEST_ID, num_computed_tokens)
-        after = self._table()
-        if len(after) == len(before) and all(map(is_, before, after)):
-            return True, False
-        kept = len(after) == len(before) and all(map(is_, before[-num_last:], after[-num_last:]))
-        return kept, True
-
-    def _ask_gate(self, arguments: dict[str, int], hit: Sequence[Any], num_tokens: int) -> Any:
-        """The dry run for a request of so many tokens, as `full_sequence_must_fit` has it."""
-        whole = dict.fromkeys(("num_tokens", "num_tokens_main_model"), num_tokens)
-        return self._estimate({**arguments, **whole}, hit, is_dry_run=True)
-
-    def _allocate(self, call: Call) -> Sequence[Any]:
-        names = self._bindings.allocator_call_fields
-        new_blocks: Sequence[Any] = self.manager.allocate_new_blocks(
-            request_id=REQUEST_ID, **{name: getattr(call, name) for name in names}
-        )
-        return new_blocks
-
-    def _pending_checkpoint(self) -> dict[str, Any]:
-        """The pending checkpoint's fields of a `Step`; 0.29.0 keeps a count, not a position."""
-        positions, counts = PENDING_CHECKPOINTS
-        if hasattr(self.manager, counts):
-            return {
-                "checkpoint_is_pending": getattr(self.manager, counts).get(REQUEST_ID, 0) > 0,
-                "checkpoint_position": None,
-                "checkpoint_column": None,
-            }
-        pending = getattr(self.manager, positions, {}).get(REQUEST_ID)
-        if pending is None:
-            return {"checkpoint_is_pending": False}
-        (position, column), table = pending, self._table()
-        return {
-            "checkpoint_is_pending": True,
-            "checkpoint_position": position,
-            "checkpoint_column": column,
-            "checkpoint_block_is_held": 0 <= column < len(table) and not table[column].is_null,
-        }
-
-    def _column_to_retire(self) -> int:
-        column: int = getattr(self.manager, COLUMN_TO_RETIRE, {}).get(REQUEST_ID, -1)
-        return column
-
-    def _no_block_is_twice(self) -> bool:
-        ids = [block.block_id for block in self._table() if not block.is_null]
-        return len(ids) == len(set(ids))
-
-    def _occupy(self, free_blocks: int | None, evictable: Sequence[Any]) -> list[Any]:
-        """Take blocks from the pool until `free_blocks` are free (0 where that is negative).
-
-        Args:
-            free_blocks: Blocks to leave free, `evictable` included; None takes none.
-            evictable: Free blocks that are not taken, since the step adopts them.
-        """
-        if free_blocks is None:
-            return []
-        wanted, free = max(free_blocks, 0), self.pool.get_num_free_blocks()
-        if wanted > free:
-            raise LimitError(f"the pool has {free} free blocks, {wanted} are to be free")
-        if wanted < len(evictable):
-            raise LimitError(f"{wanted} blocks are to be free, the hit alone is {len(evictable)}")
-        self.pool.touch(evictable)
-        occupied: list[Any] = self.pool.get_new_blocks(free - wanted)
-        self.pool.free_blocks(evictable)
-        return occupied
-
-    def _table(self) -> Sequence[Any]:
-        table: Sequence[Any] = self.manager.req_to_blocks.get(REQUEST_ID, ())
-        return table
-
-    def _tail_is_held(self) -> bool:
-        """Whether the running state and the speculative blocks end the table, the latter movable.
-
-        Movable is what `BlockPool.is_block_writable` says: held by nobody else, and unhashed.
-        """
-        num_speculative = self.geometry.num_speculative_blocks
-        tail = self._table()[-1 - num_speculative :]
-        return (
-            len(tail) == 1 + num_speculative
-            and not any(map(_is_null, tail))
-            and all(block.ref_cnt == 1 and block.block_hash is None for block in tail[1:])
-        )
-
-    def _watched_state(self) -> tuple[Any, ...]:
-        """What a dry run must leave: pool, hash map, tables, the manager's other attributes.
-
-        Blocks are told apart by identity or id, since comparing them as records would follow the
-        free list. The order of that list is in the links of its blocks.
-        """
-        blocks = self.pool.blocks
-        tables = self.manager.req_to_blocks
-        return (
-            self.pool.get_num_free_blocks(),
-            [*map(id, map(_next_free_block, blocks))],
-            [*map(_ref_cnt, blocks)],
-            _hash_map_ids(self.pool),
-            # An absent key equals an empty table.
-            {key: [*map(_block_id, table)] for key, table in tables.items() if table},
-            *_other_attributes(vars(self.manager)),
-        )
-
-    def _check_adoption(self, call: Call, num_hit_blocks: int, num_external_tokens: int) -> None:
-        num_local = call.num_local_computed_tokens
-        if self._table():
-            raise DriverError("a request that has a table adopts no hit and no external tokens")
-        columns = -(-num_local // self.geometry.block_size)
-        # With external tokens another group may have found more than this one.
-        least = 0 if num_external_tokens else columns
-        if num_hit_blocks and not least <= num_hit_blocks <= columns:
-            raise DriverError(f"a hit of {num_local} tokens has not {num_hit_blocks} blocks")
-        if num_local + num_external_tokens != call.total_computed_tokens:
-            raise DriverError(
-                f"{num_local} local and {num_external_tokens} external tokens are not "
-                f"{call.total_computed_tokens}"
-            )
-
-    def _check_size(self, call: Call) -> None:
-        tokens = max(call.num_tokens, call.num_tokens_main_model, call.total_computed_tokens)
-        columns = tokens // self.geometry.block_size + self.geometry.num_speculative_blocks
-        if columns > MAX_TABLE_COLUMNS:
-            raise LimitError(f"a table of {columns} columns: at most {MAX_TABLE_COLUMNS} are made")
-
-
-class _Hashes(Sequence[bytes]):
-    """Hashes of a request's tokens, by hash unit; no other request has the same."""
-
-    def __init__(self, request_id: str, num_units: int) -> None:
-        self._request_id = request_id
-        self._units = range(num_units)
-
-    def __len__(self) -> int:
-        return len(self._units)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in self._units[index]]
-        return f"{self._request_id} {self._units[index]}".encode()
-
-
-class _PoolShelf:
-    """Pools that finished requests left exactly as they found them, kept for the next one."""
-
-    def __init__(self, bindings: Bindings) -> None:
-        self._bindings = bindings
-        self._idle: dict[tuple[int, int, int], Any] = {}
-        self._idle_blocks = 0
-        self._sorting_restores_order = self._probe()
-
-    def take(self, num_gpu_blocks: int, hash_block_size: int, num_lookahead: int = 0) -> Any:
-        pool = self._idle.pop((num_gpu_blocks, hash_block_size, num_lookahead), None)
-        if pool is not None:
-            self._idle_blocks -= num_gpu_blocks
-            return pool
-        return self._bindings.new_pool(num_gpu_blocks, hash_block_size, num_lookahead)
-
-    def put_back(self, pool: Any, least_free: int) -> bool:
-        """Restore the order of the free list and keep the pool, if nothing else changed.
-
-        Args:
-            pool: A pool on which nobody holds a block.
-            least_free: The fewest free blocks it had meanwhile. Blocks are drawn from the front,
-                so only that many at the front can have changed places.
-        """
-        num_usable = pool.num_gpu_blocks - 1
-        if pool.get_num_free_blocks() != num_usable or len(_hash_map_ids(pool)):
-            return False
-        drawn = sorted(pool.get_new_blocks(num_usable - least_free), key=_block_id)
-        pool.free_blocks(drawn)
-        are_first = all(block.block_id == i for i, block in enumerate(drawn, start=1))
-        are_clean = not any(map(_ref_cnt, drawn)) and not any(map(_block_hash, drawn))
-        if are_first and are_clean and self._sorting_restores_order:
-            self._keep(pool)
-        return are_first and are_clean
-
-    def _keep(self, pool: Any) -> None:
-        num_lookahead = getattr(pool, "num_hash_lookahead_tokens", 0)
-        key = (pool.num_gpu_blocks, pool.hash_block_size, num_lookahead)
-        if key in self._idle or pool.num_gpu_blocks > _MAX_IDLE_BLOCKS:
-            return
-        if self._idle_blocks + pool.num_gpu_blocks > _MAX_IDLE_BLOCKS:
-            self._idle.clear()
-            self._idle_blocks = 0
-        self._idle[key] = pool
-        self._idle_blocks += pool.num_gpu_blocks
-
-    def _probe(self) -> bool:
-        """Whether this tree's pool puts freed blocks back in front, in the order given."""
-        pool = self.take(6, 1)
-        drawn = pool.get_new_blocks(3)
-        pool.free_blocks(drawn[1:2])
-        pool.free_blocks([drawn[2], drawn[0]])
-        pool.free_blocks(sorted(pool.get_new_blocks(3), key=_block_id))
-        return [*map(_block_id, pool.free_block_queue.get_all_free_blocks())] == [1, 2, 3, 4, 5]
 
 
 def core_driver(root: Path) -> Driver:
@@ -686,50 +122,3 @@ def vllm_driver(root: Path | None = None) -> Driver:
         BindingError: It cannot be imported, lies outside `root`, or cannot be driven.
     """
     return Driver(import_vllm(root))
-
-
-_WATCHED_ALREADY = "req_to_blocks"
-_NUMBERS_AND_TEXTS = frozenset({bool, int, str})
-
-
-@cache
-def _is_container(kind: type) -> bool:
-    return issubclass(kind, dict | list | set)
-
-
-def _other_attributes(attributes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A manager's numbers, and what its containers hold; an empty one is as good as none."""
-    numbers, containers = {}, {}
-    for name, value in attributes.items():
-        kind = value.__class__
-        if kind in _NUMBERS_AND_TEXTS:
-            numbers[name] = value
-        elif _is_container(kind) and value and name != _WATCHED_ALREADY:
-            plain = _plain(value)
-            if plain:
-                containers[name] = plain
-    return numbers, containers
-
-
-def _plain(value: Any) -> Any:
-    """A value of a manager's attribute to compare with later: blocks by id, no empty containers."""
-    if isinstance(value, dict):
-        plain = ((key, _plain(item)) for key, item in value.items())
-        return {key: item for key, item in plain if item not in ({}, [], set())}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, set):
-        return set(value)
-    if isinstance(value, int | str):
-        return value
-    return getattr(value, "block_id", id(value))
-
-
-def _hash_map_ids(pool: Any) -> dict[Any, list[int]]:
-    """Block ids by hash, whatever the release keeps them in."""
-    hash_map = pool.cached_block_hash_to_block
-    content = getattr(hash_map, "_cache", hash_map)
-    return {
-        key: sorted(found) if isinstance(found, dict) else [found.block_id]
-        for key, found in content.items()
-    }

@@ -33,7 +33,7 @@ from conformance.scenario import (
     loads,
     to_json,
 )
-from conformance.steps import Applied, applied
+from conformance.steps import Applied, applied, how_it_ended
 from spec.families import family_of
 from spec.theorems import THEOREMS, Need, Pool, Theorem
 from spec.vocabulary import Situation, Step
@@ -106,7 +106,9 @@ def replay(scenario: Scenario, driver: Driver, target: str) -> Replay:
     `allocation-succeeds`, else the scenario's pool.
     """
     try:
-        request = driver.request(scenario.geometry, scenario.num_gpu_blocks)
+        request = driver.request(
+            scenario.geometry, scenario.num_gpu_blocks, scenario.num_mamba_groups
+        )
         exactly = scenario.theorem in NEED_EXACT_POOL
         steps: list[StepSeen] = []
         for shown in applied(request, scenario.steps, exactly_the_estimate=exactly):
@@ -169,7 +171,7 @@ def _seen(shown: Applied, request: RequestUnderTest) -> StepSeen:
 def _failed_early(scenario: Scenario, seen: Sequence[StepSeen]) -> str | None:
     if len(seen) == len(scenario.steps):
         return None
-    return f"step {len(seen)} ({seen[-1].why}) already raised {seen[-1].step.raised}"
+    return f"step {len(seen)} ({seen[-1].why}) already {how_it_ended(seen[-1].step)}"
 
 
 def _least_pool(step: Step) -> Pool:
@@ -193,6 +195,7 @@ def _says_something(theorem: Theorem, situation: Situation, step: Step, need: in
     slug = theorem.slug
     return (
         (step.raised is None or theorem.survives_exception)
+        and (not step.refused or theorem.covers_deferred)
         and (need is not None or slug != "matches-intended")
         and (step.checkpoint_position is not None or slug not in NEED_CHECKPOINT_POSITION)
         and (situation.num_request_tokens > 0 or not theorem.asks_gate)
@@ -216,9 +219,9 @@ def theorem_holds(
         need: Blocks that the intended model says the step needs, None where it is not known.
 
     Returns:
-        None where the theorem says nothing: it is not about the step's family, the step raised, its
-        need is not known, nobody asked the gate, or the release does not record where its
-        checkpoint is.
+        None where the theorem says nothing: it is not about the step's family, the step raised or
+        was refused, its need is not known, nobody asked the gate, or the release does not record
+        where its checkpoint is.
     """
     theorem = THEOREMS[slug]
     if not (_says_something(theorem, situation, step, need) and _is_about(theorem, situation)):
@@ -273,6 +276,10 @@ def _differences(
 ) -> Iterator[str]:
     if prediction is None:
         return
+    if step.refused:
+        yield f"refused: the pool is too small, the estimate is {step.estimate}"
+        yield from _differing(("dry_run", "estimate"), prediction, step)
+        return
     yield from _differing(COMPARED, prediction, step)
     for slug in prediction.violates:
         if slug not in violated:
@@ -287,7 +294,7 @@ def _differing(names: Sequence[str], prediction: Prediction, step: Step) -> Iter
 
 
 def _summary(step: Step) -> str:
-    raised = f", raised {step.raised}" if step.raised else ""
+    raised = f", {how_it_ended(step)}" if step.raised or step.refused else ""
     return (
         f"dry run {step.dry_run}, estimate {step.estimate}, drawn {step.drawn}, "
         f"table {step.table_length}{raised}"

@@ -3,7 +3,10 @@
 Every word makes a `ScenarioStep`; together they say all that a step can be. All of them are in
 tokens, count from the request's start, and take `lookahead` (tokens for drafts behind `end`) and
 `prefill_end` (where the prefill ends, under sparse retention) as well; those that admit a request
-take `gate`, the tokens that it has, where the full-sequence gate is asked about it first.
+take `gate`, the tokens that it has, where the full-sequence gate is asked about it first. A hit of
+several KV-cache groups says how many blocks of the full-attention hit nobody references, its last
+ones (`attention_evictable`), and whether nobody references the hit's last block in the Mamba groups
+behind the first (`others_evictable`).
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from conformance.driver import RequestUnderTest
+from conformance.groups import GroupsUnderTest
+from conformance.request import RequestUnderTest
 from conformance.scenario import ScenarioStep
 from spec.vocabulary import Call, Geometry, Situation, Step
 
@@ -32,7 +36,14 @@ def chunk(start: int, end: int, *, local: int | None = None, **others: int) -> S
 
 
 def hit(
-    start: int, end: int, *, blocks: int, evictable: bool = False, **others: int
+    start: int,
+    end: int,
+    *,
+    blocks: int,
+    evictable: bool = False,
+    attention_evictable: int = 0,
+    others_evictable: bool = False,
+    **others: int,
 ) -> ScenarioStep:
     """An admission with a local hit of `start` tokens in `blocks` columns, of which one is held.
 
@@ -41,10 +52,18 @@ def hit(
         end: Where the chunk behind it ends.
         blocks: Columns of the hit, all null but the last.
         evictable: Whether nobody references the last one.
+        attention_evictable: Blocks.
+        others_evictable: See above.
         others: `lookahead`, `prefill_end`, `gate`.
     """
     found = _step("a hit", start, start, end, **others)
-    return replace(found, num_hit_blocks=blocks, hit_is_evictable=evictable)
+    return replace(
+        found,
+        num_hit_blocks=blocks,
+        hit_is_evictable=evictable,
+        num_evictable_attention_hits=attention_evictable,
+        other_hits_are_evictable=others_evictable,
+    )
 
 
 def load(
@@ -54,6 +73,8 @@ def load(
     local: int = 0,
     blocks: int = 0,
     evictable: bool = False,
+    attention_evictable: int = 0,
+    others_evictable: bool = False,
     **others: int,
 ) -> ScenarioStep:
     """An admission with tokens that a connector brings, which computes a chunk in the same step.
@@ -64,22 +85,27 @@ def load(
         local: Tokens of a local hit before them.
         blocks: Columns of that hit.
         evictable: Whether nobody references its last block.
+        attention_evictable: Blocks.
+        others_evictable: See above.
         others: `lookahead`, `prefill_end`, `gate`.
     """
     found = _step("external tokens", local + external, local, end, **others)
     return replace(
-        found, num_external_tokens=external, num_hit_blocks=blocks, hit_is_evictable=evictable
+        found,
+        num_external_tokens=external,
+        num_hit_blocks=blocks,
+        hit_is_evictable=evictable,
+        num_evictable_attention_hits=attention_evictable,
+        other_hits_are_evictable=others_evictable,
     )
 
 
-def park(
-    *, external: int, local: int = 0, blocks: int = 0, evictable: bool = False, **others: int
-) -> ScenarioStep:
-    """An admission that computes nothing: the request waits while a connector loads its tokens."""
-    end = local + external
-    found = load(
-        external=external, end=end, local=local, blocks=blocks, evictable=evictable, **others
-    )
+def park(*, external: int, local: int = 0, **others: Any) -> ScenarioStep:
+    """An admission that computes nothing: the request waits while a connector loads its tokens.
+
+    Arguments are those of `load`.
+    """
+    found = load(external=external, end=local + external, local=local, **others)
     return replace(found, loads_asynchronously=True)
 
 
@@ -111,7 +137,7 @@ def _step(
 
 
 class EarlierStepError(Exception):
-    """A step that makes the state for the one under test raised."""
+    """A step that makes the state for the one under test raised, or was refused."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +158,7 @@ def applied(
     exactly_the_estimate: bool = False,
     watch_dry_run: bool = True,
 ) -> Iterator[Applied]:
-    """Apply steps to a request one by one, up to the first that raises.
+    """Apply steps to a request one by one, up to the first that raises or is refused.
 
     Args:
         request: A request without a block table.
@@ -150,17 +176,25 @@ def applied(
             request.preempt()
         if planned.owns_partial_tail:
             request.cache_own_partial_tail(planned.call.total_computed_tokens)
-        kind = _kind(planned)
+        kind, of_request = _kind(planned), {}
+        if isinstance(request, GroupsUnderTest):
+            kind |= {name: getattr(planned, name) for name in _OF_GROUPS}
+            of_request = {"prefill_length": planned.prefill_length}
         situation = request.situation(planned.call, planned.prefill_length, **kind)
         step = request.apply(
             planned.call,
             **kind,
+            **of_request,
             exactly_the_estimate=is_last and exactly_the_estimate,
             watch_dry_run=is_last and watch_dry_run,
         )
         yield Applied(planned, situation, step)
-        if step.raised is not None:
+        if step.raised is not None or step.refused:
             return
+
+
+#: What a step of several KV-cache groups adopts besides.
+_OF_GROUPS = ("num_evictable_attention_hits", "other_hits_are_evictable")
 
 
 def _kind(planned: ScenarioStep) -> dict[str, Any]:
@@ -172,6 +206,11 @@ def _kind(planned: ScenarioStep) -> dict[str, Any]:
         "loads_asynchronously": planned.loads_asynchronously,
         "num_request_tokens": planned.num_request_tokens,
     }
+
+
+def how_it_ended(step: Step) -> str:
+    """Say in words how a step ended that did not go through."""
+    return "was refused" if step.refused else f"raised {step.raised}"
 
 
 def last_of(
@@ -186,14 +225,15 @@ def last_of(
     Arguments are those of `applied`.
 
     Raises:
-        EarlierStepError: A step before the last raised, so that nothing is known of the last.
+        EarlierStepError: A step before the last raised or was refused, so that nothing is known of
+            the last.
         DriverError: A step cannot be brought about.
     """
     *_, last = applied(
         request, steps, exactly_the_estimate=exactly_the_estimate, watch_dry_run=watch_dry_run
     )
     if last.planned is not steps[-1]:
-        raise EarlierStepError(f"{last.planned.call} raised {last.step.raised}")
+        raise EarlierStepError(f"{last.planned.call} {how_it_ended(last.step)}")
     if request.exception is None:
         request.finish()
     return last.step

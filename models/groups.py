@@ -20,7 +20,8 @@ from typing import Any
 from models import smt, term
 from models.containers import Block, Pending, Table
 from models.lift import Exploration, Found, NotUnderstood, PathSummary, all_paths, run_along
-from models.loader import INTERFACE, Core
+from models.loader import COORDINATOR, INTERFACE, KV_CACHE_MANAGER, Core
+from models.loader import REQUEST as REQUESTS
 from models.step import REQUEST, ManagerRun, hide
 from models.substitute import Substitution
 from models.term import BoolLike, IntLike, Unsupported
@@ -35,9 +36,6 @@ from spec.logic import cdiv
 from spec.theorems import Asks
 from spec.vocabulary import Situation, Step
 
-COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
-KV_CACHE_MANAGER = "vllm.v1.core.kv_cache_manager"
-_REQUEST = "vllm.v1.request"
 #: Variables of a Mamba group that may differ in the ones behind the first.
 _OF_OTHER_GROUPS: Mapping[str, Callable[[], Any]] = {
     "hit_is_evictable": partial(term.bool_var, "other_hits_are_evictable"),
@@ -325,7 +323,7 @@ class SlotsRun:
     def _request(self) -> SimpleNamespace:
         """What `allocate_slots` reads of a `Request`."""
         s = self._situation
-        status = self._core.symbol(_REQUEST, "RequestStatus")
+        status = self._core.symbol(REQUESTS, "RequestStatus")
         waits = isinstance(s.table_length, int) or s.parked is True
         waiting = status.PREEMPTED if s.preempted is True else status.WAITING
         computed = 0 if isinstance(s.table_length, int) else s.call.total_computed_tokens

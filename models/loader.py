@@ -22,6 +22,9 @@ MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
 INTERFACE = "vllm.v1.kv_cache_interface"
 BLOCK_POOL = "vllm.v1.core.block_pool"
 KV_CACHE_UTILS = "vllm.v1.core.kv_cache_utils"
+COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
+KV_CACHE_MANAGER = "vllm.v1.core.kv_cache_manager"
+REQUEST = "vllm.v1.request"
 
 _HOME_OF = {
     "MambaManager": MANAGERS,
@@ -37,15 +40,24 @@ CORE_MODULES = frozenset(
         INTERFACE,
         BLOCK_POOL,
         KV_CACHE_UTILS,
+        COORDINATOR,
+        KV_CACHE_MANAGER,
+        REQUEST,
         "vllm.utils.math_utils",
-        "vllm.v1.core.kv_cache_coordinator",
-        "vllm.v1.core.kv_cache_manager",
         "vllm.v1.core.kv_cache_metrics",
         "vllm.v1.hisparse.block_pool",
         "vllm.v1.kv_cache_spec_registry",
         "vllm.v1.request",
     }
 )
+
+#: What the core asks outside of it while a `KVCacheManager` is built: the answers where no engine
+#: is configured, no variable of the environment is set and the platform adds nothing.
+_WITHOUT_ENGINE: Mapping[str, Any] = {
+    "vllm.config.get_current_vllm_config_or_none": lambda: None,
+    "vllm.envs.VLLM_PREFIX_CACHE_RETENTION_INTERVAL": None,
+    "vllm.platforms.current_platform.register_custom_kv_cache_specs": lambda vllm_config: None,
+}
 
 _trees = itertools.count()
 
@@ -85,10 +97,13 @@ class Placeholder:
     def __repr__(self) -> str:
         return f"<outside the core: {self._name}>"
 
-    def __getattr__(self, name: str) -> Placeholder:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return Placeholder(f"{self._name}.{name}", self._loading)
+        full_name = f"{self._name}.{name}"
+        if full_name in _WITHOUT_ENGINE:
+            return _WITHOUT_ENGINE[full_name]
+        return Placeholder(full_name, self._loading)
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
         return (_OutsideCore,)
@@ -181,24 +196,29 @@ class Core:
         if self.file_of(MANAGERS) is None:
             missing = _relative(MANAGERS)
             raise CoreError(f"{self.root}: no KV-cache core here ({missing} is missing)")
+        self.managers = self.module(MANAGERS)
+        self.interface = self.module(INTERFACE)
+        self.block_pool = self.module(BLOCK_POOL)
+        self.kv_cache_utils = self.module(KV_CACHE_UTILS)
+
+    def module(self, name: str) -> types.ModuleType:
+        """Return a core module of this tree, executed when it is first asked for.
+
+        Raises:
+            CoreError: It is missing, or it cannot be executed.
+        """
+        if name in self._modules:
+            return self._modules[name]
+        self._loading.done = False
         try:
-            self.managers = self._load(MANAGERS)
-            self.interface = self._load(INTERFACE)
-            self.block_pool = self._load(BLOCK_POOL)
-            self.kv_cache_utils = self._load(KV_CACHE_UTILS)
-            self._register_managers()
+            return self._load(name)
         except CoreError:
             raise
         except Exception as error:
             where = self.location(error) or str(self.root)
             raise CoreError(f"{where}: {type(error).__name__}: {error}") from error
-        self._loading.done = True
-
-    def _register_managers(self) -> None:
-        """Have the tree say which manager each spec has: what its platform adds is left out."""
-        register = getattr(self.managers, "register_all_kvcache_specs", None)
-        if register is not None:
-            register(None)
+        finally:
+            self._loading.done = True
 
     def symbol(self, module: str, name: str) -> Any:
         """Return ``module.name`` of this tree.
@@ -206,7 +226,7 @@ class Core:
         Raises:
             CoreError: The module or the name is not there (renamed in this release?).
         """
-        found = self._load(module) if module not in self._modules else self._modules[module]
+        found = self.module(module)
         try:
             return getattr(found, name)
         except AttributeError:
@@ -254,11 +274,12 @@ class Core:
         """Names of attributes that a manager may be given by anything but its ``__init__``.
 
         What the managers' own methods store on ``self`` counts, and what any code of the core
-        stores on another object, such as the coordinator on its managers.
+        stores on another object, such as the coordinator on its managers. Requests store nothing
+        on managers.
         """
         if self._stored is None:
             names: set[str] = set()
-            for module in CORE_MODULES:
+            for module in CORE_MODULES - {REQUEST}:
                 file = self.file_of(module)
                 if file is not None:
                     names |= _stored_attributes(
@@ -303,10 +324,14 @@ class Core:
         module.__package__ = name.rpartition(".")[0]
         vars(module)["__builtins__"] = self._builtins
         self._modules[name] = sys.modules[module.__name__] = module
-        tree = ast.parse(file.read_bytes(), filename=str(file))
-        if self._rewrite is not None:
-            tree = ast.fix_missing_locations(self._rewrite(tree))
-        exec(compile(tree, str(file), "exec", dont_inherit=True), vars(module))
+        try:
+            tree = ast.parse(file.read_bytes(), filename=str(file))
+            if self._rewrite is not None:
+                tree = ast.fix_missing_locations(self._rewrite(tree))
+            exec(compile(tree, str(file), "exec", dont_inherit=True), vars(module))
+        except BaseException:
+            del self._modules[name], sys.modules[module.__name__]
+            raise
         return module
 
     def _import(

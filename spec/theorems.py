@@ -112,7 +112,8 @@ class Theorem:
         witness: The interesting case; a proof whose witness cannot occur is VACUOUS.
         source: Where the claim comes from.
         survives_exception: Whether a step that raised still falls under the claim.
-        covers_deferred: Whether a step that was deliberately put off falls under the claim.
+        covers_deferred: Whether a step that was deliberately put off, or refused, falls under the
+            claim.
         asks: What is done with the request.
         managers: Slugs of the managers that it is about.
         families: The families that it is about; empty means all.
@@ -147,7 +148,7 @@ class Theorem:
         return self.not_elsewhere if self.families and family not in self.families else None
 
     def holds(self, s: Situation, step: Step, pool: Pool, need: Need) -> BoolLike:
-        """Return whether the claim holds of a step, or is not about it since it was put off."""
+        """Return whether the claim holds of a step, or is not about it since nothing was done."""
         claim = self.claim(s, step, pool, need)
         return claim if self.covers_deferred else step.deferred | step.refused | claim
 

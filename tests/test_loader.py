@@ -12,7 +12,9 @@ from models.loader import (
     BLOCK_POOL,
     CORE_MODULES,
     INTERFACE,
+    KV_CACHE_MANAGER,
     MANAGERS,
+    REQUEST,
     Core,
     CoreError,
     Placeholder,
@@ -88,6 +90,33 @@ def test_a_module_that_cannot_be_executed_is_named(
     with pytest.raises(CoreError, match=message) as caught:
         Core(root)
     assert "\n" not in str(caught.value)
+
+
+def test_a_module_is_executed_when_it_is_first_asked_for(edited: Callable[..., Path]) -> None:
+    """One that is broken is named each time, hinders no other, and leaves placeholders strict."""
+    core = Core(edited(KV_CACHE_MANAGER, lambda text: f"{text}\nassert False, 'wrong'\n"))
+
+    for _ in range(2):
+        with pytest.raises(CoreError, match=r"kv_cache_manager\.py:\d+: AssertionError: wrong"):
+            core.module(KV_CACHE_MANAGER)
+    assert core.module(REQUEST).RequestStatus.WAITING
+    with pytest.raises(PlaceholderUsed, match="was called"):
+        core.managers.MEDIUM_CPU()
+
+
+def test_without_an_engine_nothing_is_configured() -> None:
+    """The few questions of a `KVCacheManager` that is being built have answers, others do not."""
+    loading = _Loading()
+    loading.done = True
+    config, platforms = (
+        Placeholder(f"vllm.{name}", loading) for name in ("config", "platforms.current_platform")
+    )
+
+    assert config.get_current_vllm_config_or_none() is None
+    assert platforms.register_custom_kv_cache_specs(None) is None
+    assert Placeholder("vllm", loading).envs.VLLM_PREFIX_CACHE_RETENTION_INTERVAL is None
+    with pytest.raises(PlaceholderUsed, match=r"get_current_vllm_config is outside the core"):
+        config.get_current_vllm_config()
 
 
 def test_a_missing_symbol_is_named(edited: Callable[..., Path]) -> None:
@@ -192,6 +221,8 @@ def test_what_may_change_after_init_is_known(edited: Callable[..., Path]) -> Non
     stored = core.attributes_stored_after_init()
     assert {"counted", "dropped", "use_eagle", "drop_eagle_checkpoint_block"} <= stored
     assert not {"num_speculative_blocks", "req_to_blocks", "mamba_cache_mode"} & stored
+    # `Request` stores it on a structured output request.
+    assert "reasoning_ended" not in stored
 
 
 def test_lifting_keeps_the_tree_loadable(trees: Mapping[str, Path]) -> None:

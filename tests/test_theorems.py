@@ -133,6 +133,14 @@ def test_a_step_that_was_put_off_is_no_fault(slug: str) -> None:
     assert theorem.holds(FIRST, impure, POOL, NEED) is (slug != "dry-run-pure")
 
 
+@pytest.mark.parametrize("slug", THEOREMS)
+def test_a_step_that_was_refused_is_no_fault(slug: str) -> None:
+    """Of a step that did nothing only the dry run is claimed anything."""
+    refused = replace(STEP, refused=True, estimate=99, drawn=0, table_length=0)
+
+    assert THEOREMS[slug].holds(FIRST, refused, POOL, NEED) is (slug != "dry-run-parity")
+
+
 def test_a_theorem_that_is_not_about_every_family_says_why() -> None:
     """Which families a theorem is about is written down, with a reason for the others."""
     assert {slug: t.families for slug, t in THEOREMS.items() if t.families} == {
