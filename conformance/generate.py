@@ -595,7 +595,7 @@ def paths_and_edges(
     def take(exploration: Exploration, where: str, *, with_edges: bool) -> None:
         for number, path in enumerate(exploration.paths, start=1):
             if path.step.refused is not True:
-                for request, edge in _of_path(exploration, path, with_edges=with_edges):
+                for request, edge in of_path(exploration, path, with_edges=with_edges):
                     found.setdefault(request, f"{edge} of path {number} of {where}")
 
     for target, tree in trees.items():
@@ -636,9 +636,13 @@ def _setting(variant: Variant) -> str:
     return drop + units + (" with hashes that look ahead" if variant.looks_ahead else "")
 
 
-def _of_path(
+def of_path(
     exploration: Exploration, path: PathSummary, *, with_edges: bool
 ) -> Iterator[tuple[Request, str]]:
+    """Yield a request that takes a path in the fewest tokens, and its edges, with words for each.
+
+    None where no request gets there in a few steps.
+    """
     taken = path.condition if with_edges else stands_for_others(exploration, path)
     on_path = (*exploration.assumptions.values(), taken, _is_reached(exploration))
     if isinstance(exploration.situation.hit_is_of_this_step, term.Bool):

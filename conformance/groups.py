@@ -54,6 +54,7 @@ class GroupsUnderTest(RequestUnderTest):
             setattr(self._attention, name, geometry.cache_hit_alignment_tokens)
         self._num_evictable_attention_hits, self._other_hits_are_evictable = 0, False
         self._prefill_length = self._num_request_tokens = self._last_estimate = 0
+        self._reserved_blocks = 0
 
     def apply(
         self,
@@ -63,6 +64,7 @@ class GroupsUnderTest(RequestUnderTest):
         other_hits_are_evictable: bool = False,
         prefill_length: int | None = None,
         num_request_tokens: int = 0,
+        reserved_blocks: int = 0,
         **others: Any,
     ) -> Step:
         """Perform one step with `KVCacheManager.allocate_slots`, asking for its estimates first.
@@ -77,6 +79,7 @@ class GroupsUnderTest(RequestUnderTest):
                 retention it is `call.prefill_end`.
             num_request_tokens: Tokens that the full-sequence gate is asked about first; 0 asks
                 nothing.
+            reserved_blocks: Free blocks that `allocate_slots` is told to leave for others.
             others: As for `RequestUnderTest.apply`.
 
         Returns:
@@ -95,7 +98,10 @@ class GroupsUnderTest(RequestUnderTest):
         )
         # vLLM: the coordinator passes the prefill's end on under sparse retention only.
         self._coordinator.retention_interval = 0 if call.prefill_end > 0 else None
-        return super().apply(call, num_request_tokens=num_request_tokens, **others)
+        self._reserved_blocks = reserved_blocks
+        asked = {"num_request_tokens": num_request_tokens, "reserved_blocks": reserved_blocks}
+        step = super().apply(call, **asked, **others)
+        return replace(step, attention_table_length=self._attention_columns())
 
     def situation(
         self,
@@ -110,10 +116,13 @@ class GroupsUnderTest(RequestUnderTest):
         return replace(
             super().situation(call, prefill_length, **others),
             num_mamba_groups=len(self._mamba),
-            attention_table_length=len(self._attention.req_to_blocks.get(REQUEST_ID, ())),
+            attention_table_length=self._attention_columns(),
             num_evictable_attention_hits=num_evictable_attention_hits,
             other_hits_are_evictable=other_hits_are_evictable,
         )
+
+    def _attention_columns(self) -> int:
+        return len(self._attention.req_to_blocks.get(REQUEST_ID, ()))
 
     def _hit(self, num_tokens: int, num_blocks: int, is_evictable: bool) -> tuple[list[Any], ...]:
         """The hit of each group: all its blocks in full attention, one in the Mamba groups."""
@@ -166,6 +175,7 @@ class GroupsUnderTest(RequestUnderTest):
             "new_computed_blocks": self._groups.blocks_class(hit) if any(hit) else None,
             "num_lookahead_tokens": call.num_tokens - main,
             "num_external_computed_tokens": num_external_tokens,
+            "reserved_blocks": self._reserved_blocks,
             # No block is cached, so that no tokens need hashes.
             "delay_cache_blocks": True,
         }

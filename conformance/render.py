@@ -101,13 +101,13 @@ RELATIONS: dict[str, Relation] = {
         (_COMPLETED, "assert step.removal_kept_state"),
     ),
     "admission-keeps-reserve": Relation(
-        "step_leaves_a_reserved_block_free",
+        "step_leaves_free_what_is_reserved",
         (
-            "# One block more than the estimate was free, and reserved.",
+            "# The estimate was free, and four blocks that are reserved for others.",
             _COMPLETED,
             "assert step.drawn <= max(step.estimate, 0)",
         ),
-        "last_of(request, steps, exactly_the_estimate=True, reserved_blocks=1)",
+        "last_of(request, steps, exactly_the_estimate=True, reserved_blocks=4)",
     ),
     "gate-covers-first-step": Relation(
         "gate_asks_for_at_least_what_the_first_step_draws",

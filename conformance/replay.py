@@ -50,8 +50,9 @@ COMPARED = ("dry_run", "estimate", "drawn", "table_length", "raised")
 #: Theorems about where a checkpoint is, which 0.29.0 does not record.
 NEED_CHECKPOINT_POSITION = frozenset({"checkpoint-recorded"})
 
-#: Theorems about a pool that just passes the check; their step is applied on one.
-NEED_EXACT_POOL = frozenset({"allocation-succeeds"})
+#: Theorems about a pool that just passes the check; their step is applied on one, of which so many
+#: free blocks are reserved for others.
+NEED_EXACT_POOL = {"allocation-succeeds": 0, "admission-keeps-reserve": 4}
 
 
 class Outcome(str, Enum):
@@ -102,16 +103,21 @@ class Replay:
 def replay(scenario: Scenario, driver: Driver, target: str) -> Replay:
     """Apply a scenario's steps to the real manager and compare with what `target` predicts.
 
-    The last step finds a pool with just the estimate's blocks free if the scenario is about
-    `allocation-succeeds`, else the scenario's pool.
+    The last step finds a pool with just the estimate's blocks free, and those reserved, if the
+    scenario is about one of `NEED_EXACT_POOL`, else the scenario's pool.
     """
     try:
         request = driver.request(
             scenario.geometry, scenario.num_gpu_blocks, scenario.num_mamba_groups
         )
-        exactly = scenario.theorem in NEED_EXACT_POOL
+        exactly, slug = scenario.theorem in NEED_EXACT_POOL, scenario.theorem or ""
         steps: list[StepSeen] = []
-        for shown in applied(request, scenario.steps, exactly_the_estimate=exactly):
+        for shown in applied(
+            request,
+            scenario.steps,
+            exactly_the_estimate=exactly,
+            reserved_blocks=NEED_EXACT_POOL.get(slug, 0),
+        ):
             steps.append(_seen(shown, request))
     except DriverError as error:
         return _could_not_run(scenario, target, str(error))
@@ -203,7 +209,10 @@ def _says_something(theorem: Theorem, situation: Situation, step: Step, need: in
 
 
 def _is_about(theorem: Theorem, situation: Situation) -> bool:
-    return not theorem.families or theorem.why_not(family_of(situation)) is None
+    manager = "coordinator" if situation.num_mamba_groups else "mamba-align"
+    return manager in theorem.managers and (
+        not theorem.families or theorem.why_not(family_of(situation)) is None
+    )
 
 
 def theorem_holds(
@@ -261,7 +270,8 @@ def _falls_short(scenario: Scenario, prediction: Prediction) -> bool:
     """Whether the last step finds a pool of exactly the estimate, and is to draw more than that."""
     if scenario.theorem not in NEED_EXACT_POOL or prediction.raised is not None:
         return False
-    return (prediction.drawn or 0) > max(prediction.estimate or 0, 0)
+    least = (prediction.estimate or 0) + NEED_EXACT_POOL[scenario.theorem]
+    return (prediction.drawn or 0) > max(least, 0)
 
 
 def _differences_on_short_pool(prediction: Prediction, step: Step) -> Iterator[str]:

@@ -100,6 +100,7 @@ class RequestUnderTest:
         num_request_tokens: int = 0,
         free_blocks: int | None = None,
         exactly_the_estimate: bool = False,
+        reserved_blocks: int = 0,
         watch_dry_run: bool = True,
     ) -> Step:
         """Perform one step, in the order of `KVCacheManager.allocate_slots`.
@@ -114,7 +115,8 @@ class RequestUnderTest:
                 nothing.
             free_blocks: Free blocks that the allocation finds; None leaves the pool as it is.
             exactly_the_estimate: The allocation finds as many free blocks as the estimate says,
-                the least pool that passes the check.
+                and those reserved: the least pool that passes the check.
+            reserved_blocks: Free blocks that are for others; only several groups are told.
             watch_dry_run: Whether to compare state around the dry run, which takes time in
                 proportion to the pool and the table. `Step.dry_run_left_state` is None without.
 
@@ -151,7 +153,8 @@ class RequestUnderTest:
                 if watch_dry_run:
                     left_state = self._watched_state() == before
             estimate = self._estimate(arguments, hit, is_dry_run=False)
-            occupied = self._occupy(estimate if exactly_the_estimate else free_blocks, evictable)
+            least = estimate + reserved_blocks
+            occupied = self._occupy(least if exactly_the_estimate else free_blocks, evictable)
             self.free_at_allocation = pool.get_num_free_blocks()
             retired_before = self._column_to_retire()
             try:

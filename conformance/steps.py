@@ -156,6 +156,7 @@ def applied(
     steps: Sequence[ScenarioStep],
     *,
     exactly_the_estimate: bool = False,
+    reserved_blocks: int = 0,
     watch_dry_run: bool = True,
 ) -> Iterator[Applied]:
     """Apply steps to a request one by one, up to the first that raises or is refused.
@@ -164,7 +165,9 @@ def applied(
         request: A request without a block table.
         steps: What to apply. All but the last are on the pool as it is, and their dry runs are
             not watched.
-        exactly_the_estimate: Whether the last finds as many free blocks as its estimate says.
+        exactly_the_estimate: Whether the last finds as many free blocks as its estimate says, and
+            those reserved.
+        reserved_blocks: Free blocks that the last has to leave for others.
         watch_dry_run: Whether to look for traces of the last one's dry run.
 
     Raises:
@@ -186,6 +189,7 @@ def applied(
             **kind,
             **of_request,
             exactly_the_estimate=is_last and exactly_the_estimate,
+            reserved_blocks=reserved_blocks if is_last else 0,
             watch_dry_run=is_last and watch_dry_run,
         )
         yield Applied(planned, situation, step)
@@ -218,6 +222,7 @@ def last_of(
     steps: Sequence[ScenarioStep],
     *,
     exactly_the_estimate: bool = False,
+    reserved_blocks: int = 0,
     watch_dry_run: bool = False,
 ) -> Step:
     """Apply steps to a request, end it, and return what the last of them showed.
@@ -230,7 +235,11 @@ def last_of(
         DriverError: A step cannot be brought about.
     """
     *_, last = applied(
-        request, steps, exactly_the_estimate=exactly_the_estimate, watch_dry_run=watch_dry_run
+        request,
+        steps,
+        exactly_the_estimate=exactly_the_estimate,
+        reserved_blocks=reserved_blocks,
+        watch_dry_run=watch_dry_run,
     )
     if last.planned is not steps[-1]:
         raise EarlierStepError(f"{last.planned.call} {how_it_ended(last.step)}")
