@@ -1,12 +1,18 @@
-"""What a theorem, a family or an assumption says, as text."""
+"""What a theorem, a family, a manager or an assumption says, as text."""
 
 from __future__ import annotations
 
-from spec.assumptions import ASSUMPTIONS, OF_SOME_RELEASES, OF_THE_GATE, Assumption
+from spec.assumptions import (
+    ASSUMPTIONS,
+    OF_GROUPS,
+    OF_SOME_RELEASES,
+    OF_THE_GATE,
+    Assumption,
+)
 from spec.families import FAMILIES, Family
-from spec.theorems import OBLIGATIONS, THEOREMS, Theorem
+from spec.theorems import MANAGERS, OBLIGATIONS, THEOREMS, Theorem
 
-_ALL_ASSUMPTIONS = (*ASSUMPTIONS, *OF_SOME_RELEASES, *OF_THE_GATE)
+_ALL_ASSUMPTIONS = (*ASSUMPTIONS, *OF_SOME_RELEASES, *OF_THE_GATE, *OF_GROUPS)
 
 
 def explanation(slug: str) -> str | None:
@@ -15,6 +21,8 @@ def explanation(slug: str) -> str | None:
         return _theorem(THEOREMS[slug])
     if slug in FAMILIES:
         return _family(FAMILIES[slug])
+    if slug in MANAGERS:
+        return f"{slug}: {MANAGERS[slug]}"
     if slug == "family":
         return (
             "family: The step belongs to the family of its obligation.\n\nA definition, not a rule."
@@ -42,15 +50,24 @@ def _theorem(theorem: Theorem) -> str:
             scope,
             f"Families: {families}.",
             *elsewhere,
+            f"Managers: {', '.join(theorem.managers)}.",
             f"Source: {theorem.source}.",
             "",
             "Assumptions:",
             *(
                 f"  {assumption.slug}: {assumption.sentence}"
+                f"{' (several groups)' if assumption in OF_GROUPS else ''}"
                 for assumption in _ALL_ASSUMPTIONS
-                if theorem.asks_gate or assumption not in OF_THE_GATE
+                if _is_in_force(assumption, theorem)
             ),
         )
+    )
+
+
+def _is_in_force(assumption: Assumption, theorem: Theorem) -> bool:
+    is_of_groups = assumption in OF_GROUPS
+    return (theorem.asks_gate or assumption not in OF_THE_GATE) and (
+        not is_of_groups or "coordinator" in theorem.managers
     )
 
 

@@ -300,7 +300,10 @@ def _with_hash_unit(situation: Situation) -> Geometry:
     """
     geometry, call = situation.geometry, situation.call
     ends = call.total_computed_tokens if situation.owns_partial_tail else 0
-    ends = ends or (call.num_local_computed_tokens if situation.num_hit_blocks else 0)
+    # Where the Mamba groups found nothing, full attention may have.
+    is_admission = situation.table_length == 0
+    has_hit = situation.num_hit_blocks or (situation.num_mamba_groups and is_admission)
+    ends = ends or (call.num_local_computed_tokens if has_hit else 0)
     if ends % geometry.hash_block_size == 0 or geometry.num_prefill_checkpoint_blocks:
         return geometry
     unit = math.gcd(ends, geometry.block_size)
@@ -723,7 +726,10 @@ def _ends_at_hash_unit(situation: Situation) -> Any:
     """A hit, and an own tail, end at a hash unit; which one matters with checkpoint blocks only."""
     g, call = situation.geometry, situation.call
     tail = call.total_computed_tokens if situation.owns_partial_tail is True else 0
-    hit = choose(situation.num_hit_blocks > 0, call.num_local_computed_tokens, 0)
+    is_admission = isinstance(situation.table_length, int)
+    some_group_hits = situation.num_mamba_groups > 0 and is_admission
+    has_hit = (situation.num_hit_blocks > 0) | some_group_hits
+    hit = choose(has_hit, call.num_local_computed_tokens, 0)
     at_unit = (tail % g.hash_block_size == 0) & (hit % g.hash_block_size == 0)
     return at_unit | (g.num_prefill_checkpoint_blocks == 0)
 

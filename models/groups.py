@@ -9,22 +9,20 @@ its exploration was about, in that order.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 from models import smt, term
 from models.containers import Block, Pending, Table
 from models.lift import Exploration, Found, NotUnderstood, PathSummary, all_paths, run_along
-from models.loader import COORDINATOR, INTERFACE, KV_CACHE_MANAGER, Core
-from models.loader import REQUEST as REQUESTS
-from models.step import REQUEST, ManagerRun, hide
+from models.loader import COORDINATOR, Core
+from models.slots import ANSWERS, SlotsRun, names_of_groups
+from models.step import REQUEST, ManagerRun
 from models.substitute import Substitution
-from models.term import BoolLike, IntLike, Unsupported
+from models.term import BoolLike, IntLike
 from models.traits import Traits
 from spec.assumptions import (
     NULL_BLOCK_IS_NOT_FREE,
@@ -103,309 +101,6 @@ _OWN_BLOCK = Block(1, True, 1, None)
 _HIT_IDS = (2, 3, 4)
 
 
-class _Standin:
-    """A group's manager as the coordinator sees it: it answers with variables.
-
-    Args:
-        core: The tree, whose signatures say what an argument means.
-        name: Prefix of the variables.
-        situation: What the group's exploration was about.
-        asks_gate: Whether that asked the gate.
-        hits: What it takes for the local hit.
-    """
-
-    def __init__(
-        self, core: Core, name: str, situation: Situation, *, asks_gate: bool, hits: Any
-    ) -> None:
-        self.block_size = situation.geometry.block_size
-        has_table = not isinstance(situation.table_length, int)
-        self.num_cached_block = {REQUEST: 0} if has_table else {}
-        self.calls: list[str] = []
-        self.mismatches: list[BoolLike] = []
-        self._name, self._situation, self._asks_gate = name, situation, asks_gate
-        self._hits = hits
-        self._signatures = {
-            method: inspect.signature(getattr(core.symbol_of("MambaManager"), method))
-            for method in _ASKED_OF_MANAGERS
-        }
-
-    def get_num_blocks_to_allocate(self, *args: Any, **kwargs: Any) -> IntLike:
-        """Answer the gate, the dry run or the estimate, whichever the arguments ask for."""
-        asked = self._named("get_num_blocks_to_allocate", args, kwargs)
-        whole = self._situation.num_request_tokens
-        is_gate = self._asks_gate and asked["num_tokens"] is whole
-        dry = asked.pop("apply_admission_cap")
-        what = "gate" if is_gate else "dry_run" if dry else "estimate"
-        other = {"num_tokens": whole, "num_tokens_main_model": whole} if is_gate else {}
-        self._note(what, asked, **other)
-        return term.int_var(f"{self._name}_{what}")
-
-    def add_local_computed_blocks(self, *args: Any, **kwargs: Any) -> None:
-        """`SingleTypeKVCacheManager.add_local_computed_blocks`."""
-        method = "add_local_computed_blocks"
-        self._note(method, self._named(method, args, kwargs))
-
-    def allocate_external_computed_blocks(self, *args: Any, **kwargs: Any) -> None:
-        """`SingleTypeKVCacheManager.allocate_external_computed_blocks`."""
-        method = "allocate_external_computed_blocks"
-        asked = self._named(method, args, kwargs)
-        asked.pop("record_for_zeroing", None)  # no block is counted for it
-        self._note(method, asked)
-
-    def allocate_new_blocks(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """`SingleTypeKVCacheManager.allocate_new_blocks`."""
-        method = "allocate_new_blocks"
-        self._note(method, self._named(method, args, kwargs))
-        return []
-
-    def remove_skipped_blocks(self, *args: Any, **kwargs: Any) -> None:
-        """Leave the table as it is: it is any that a removal may leave."""
-        self.calls.append("remove_skipped_blocks")
-
-    def drawn(self) -> IntLike:
-        """Blocks that the step draws."""
-        return term.int_var(f"{self._name}_drawn")
-
-    def _named(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        found = self._signatures[method].bind(self, *args, **kwargs)
-        found.apply_defaults()
-        _, *named = found.arguments.items()
-        return dict(named)
-
-    def _note(self, what: str, asked: Mapping[str, Any], **other: Any) -> None:
-        """Remember a call, and where it asks anything else than the exploration was about."""
-        self.calls.append(what)
-        expected = {
-            **vars(self._situation.call),
-            "num_external_computed_tokens": self._situation.num_external_tokens,
-            "new_computed_blocks": self._hits,
-            "request_id": REQUEST,
-            **other,
-        }
-        for key, value in asked.items():
-            if key not in expected:
-                raise Unsupported(f"{what} takes {key}, which is not modelled")
-            if isinstance(value, int | term.Int):
-                self.mismatches.append(term.negation(value == expected[key]))
-            elif value is not expected[key]:
-                raise Unsupported(f"{what} is given other {key} than the groups'")
-
-
-#: Methods of a manager that the coordinator calls in a step.
-_ASKED_OF_MANAGERS = (
-    "get_num_blocks_to_allocate",
-    "add_local_computed_blocks",
-    "allocate_external_computed_blocks",
-    "allocate_new_blocks",
-)
-#: Attributes of `KVCacheManager` and of the coordinator whose values are known here.
-_KNOWN_TO_MANAGER = frozenset(
-    {
-        "block_pool",
-        "coordinator",
-        "empty_kv_cache_blocks",
-        "enable_caching",
-        "max_model_len",
-        "retained_hit_group_ids",
-        "watermark_blocks",
-    }
-)
-_KNOWN_TO_COORDINATOR = frozenset(
-    {"single_type_managers", "retention_interval", "get_num_blocks_to_allocate"}
-)
-
-
-class SlotsRun:
-    """The release's own `KVCacheManager`, over groups that are stood in for.
-
-    Args:
-        core: The tree.
-        situation: What the step is asked, and the state that it starts from.
-        num_mamba_groups: Groups beside the full-attention group.
-        asks_gate: Whether the full-sequence gate is asked.
-    """
-
-    def __init__(
-        self, core: Core, situation: Situation, num_mamba_groups: int, *, asks_gate: bool = False
-    ) -> None:
-        self._core, self._situation, self._asks_gate = core, situation, asks_gate
-        self._manager = _kv_cache_manager(core, num_mamba_groups)
-        empty = self._manager.empty_kv_cache_blocks
-        self._hits = empty
-        if (
-            not isinstance(situation.num_hit_blocks, int)
-            and situation.call.num_local_computed_tokens > 0
-        ):
-            hits = tuple(_Hits() for _ in empty.blocks)
-            self._hits = core.symbol(KV_CACHE_MANAGER, "KVCacheBlocks")(hits)
-        self.groups = tuple(
-            _Standin(core, name, situation, asks_gate=asks_gate, hits=hits)
-            for name, hits in zip(names_of_groups(num_mamba_groups), self._hits.blocks, strict=True)
-        )
-        self._answers: list[IntLike] = []
-        coordinator = self._manager.coordinator
-        self._ask = coordinator.get_num_blocks_to_allocate
-        coordinator.get_num_blocks_to_allocate = self._recorded
-        coordinator.single_type_managers = self.groups
-        coordinator.retention_interval = term.int_var("retention_interval", 0)
-        pool = SimpleNamespace(get_num_free_blocks=lambda: term.int_var("free_blocks", 0))
-        self._manager.block_pool = pool
-        self._manager.max_model_len = term.int_var("max_model_len", 1)
-        self._manager.watermark_blocks = term.int_var("watermark_blocks", 0)
-        self._manager.retained_hit_group_ids = ()
-        for owner, known in (
-            (coordinator, _KNOWN_TO_COORDINATOR),
-            (self._manager, _KNOWN_TO_MANAGER),
-        ):
-            hide(owner, frozenset(vars(owner).keys() - known))
-
-    def step(self) -> Step:
-        """Ask a dry run, and then for slots, as the scheduler does.
-
-        Caching what is computed takes no blocks, so it is put off.
-        """
-        s, call = self._situation, self._situation.call
-        is_admission = isinstance(s.table_length, int)
-        local = call.num_local_computed_tokens if is_admission else 0
-        self._dry_run()
-        blocks = self._manager.allocate_slots(
-            self._request(),
-            call.num_tokens_main_model - call.total_computed_tokens,
-            num_new_computed_tokens=local,
-            new_computed_blocks=self._hits if is_admission else None,
-            num_lookahead_tokens=call.num_tokens - call.num_tokens_main_model,
-            num_external_computed_tokens=s.num_external_tokens,
-            delay_cache_blocks=True,
-            full_sequence_must_fit=self._asks_gate,
-            reserved_blocks=term.int_var("reserved_blocks", 0),
-        )
-        dry_run, *gate, estimate = (*self._answers, 0)[: 2 + self._asks_gate]
-        if blocks is not None:
-            self._check_calls()
-        return Step(
-            gate=gate[0] if gate else 0,
-            dry_run=dry_run,
-            estimate=estimate,
-            drawn=sum(group.drawn() for group in self.groups),
-            table_length=s.table_length,
-            dry_run_left_state=True,
-            refused=blocks is None,
-        )
-
-    def failed(self, error: Exception) -> Step:
-        """What was seen until ``error`` ended the step."""
-        dry_run, estimate = (*self._answers, 0, 0)[:2]
-        length = self._situation.table_length
-        return Step(dry_run, estimate, 0, length, True, raised=type(error).__name__)
-
-    def mismatches(self) -> BoolLike:
-        """Where a group was asked anything else than its exploration was about."""
-        return term.disjunction(found for group in self.groups for found in group.mismatches)
-
-    def _recorded(self, *args: Any, **kwargs: Any) -> IntLike:
-        answer: IntLike = self._ask(*args, **kwargs)
-        self._answers.append(answer)
-        return answer
-
-    def _dry_run(self) -> None:
-        call = self._situation.call
-        values = {
-            "request_id": REQUEST,
-            "new_computed_blocks": self._hits.blocks,
-            "num_encoder_tokens": 0,
-            "apply_admission_cap": True,
-            **vars(call),
-            "prefill_end": self._situation.prefill_length,
-        }
-        known = inspect.signature(self._ask).parameters
-        self._recorded(**{name: value for name, value in values.items() if name in known})
-
-    def _request(self) -> SimpleNamespace:
-        """What `allocate_slots` reads of a `Request`."""
-        s = self._situation
-        status = self._core.symbol(REQUESTS, "RequestStatus")
-        waits = isinstance(s.table_length, int) or s.parked is True
-        waiting = status.PREEMPTED if s.preempted is True else status.WAITING
-        computed = 0 if isinstance(s.table_length, int) else s.call.total_computed_tokens
-        return SimpleNamespace(
-            request_id=REQUEST,
-            status=waiting if waits else status.RUNNING,
-            num_computed_tokens=computed,
-            num_prompt_tokens=s.prefill_length,
-            num_tokens=s.num_request_tokens if self._asks_gate else s.prefill_length,
-            num_in_flight_tokens=term.int_var("num_in_flight_tokens", 0),
-        )
-
-    def _check_calls(self) -> None:
-        s = self._situation
-        external = bool(s.num_external_tokens > 0)
-        adopts = external or bool(s.num_hit_blocks > 0)
-        expected = [
-            "dry_run",
-            *(["gate"] if self._asks_gate else []),
-            "remove_skipped_blocks",
-            "estimate",
-            *(["add_local_computed_blocks"] if adopts else []),
-            *(["allocate_external_computed_blocks"] if external else []),
-            "allocate_new_blocks",
-        ]
-        for group in self.groups:
-            if group.calls != expected:
-                raise Unsupported(
-                    f"a group is called {', '.join(group.calls)} and not {', '.join(expected)}"
-                )
-
-
-class _Hits:
-    """A group's local hit, which the coordinator only hands on."""
-
-
-def names_of_groups(num_mamba_groups: int) -> tuple[str, ...]:
-    """Return a name for the full-attention group and for each Mamba group."""
-    return ("attention", "mamba", *(f"mamba_{i}" for i in range(2, num_mamba_groups + 1)))
-
-
-def _kv_cache_manager(core: Core, num_mamba_groups: int) -> Any:
-    """A `KVCacheManager` made by its own ``__init__``; no answer depends on the sizes it is given.
-
-    Raises:
-        CoreError: A class is not where vLLM keeps it.
-    """
-    interface = partial(core.symbol, INTERFACE)
-    sizes = {"block_size": _ANY_SIZE}
-    attention = interface("FullAttentionSpec")(**sizes, num_kv_heads=1, head_size=1, dtype=None)
-    mamba = interface("MambaSpec")(
-        **sizes, shapes=((1, 1),), dtypes=(None,), mamba_cache_mode="align"
-    )
-    group = interface("KVCacheGroupSpec")
-    names = names_of_groups(num_mamba_groups)
-    groups = [group([name], mamba if i else attention) for i, name in enumerate(names)]
-    config = interface("KVCacheConfig")(
-        num_blocks=_ANY_SIZE, kv_cache_tensors=[], kv_cache_groups=groups
-    )
-    kind = core.symbol(KV_CACHE_MANAGER, "KVCacheManager")
-    values = {
-        "kv_cache_config": config,
-        "enable_caching": True,
-        **dict.fromkeys(
-            (
-                "max_model_len",
-                "scheduler_block_size",
-                "hash_block_size",
-                "max_num_batched_tokens",
-                "max_in_flight_tokens",
-            ),
-            _ANY_SIZE,
-        ),
-    }
-    known = inspect.signature(kind).parameters
-    return kind(**{name: value for name, value in values.items() if name in known})
-
-
-#: Tokens or blocks, in what is built only to be given other sizes.
-_ANY_SIZE = 16
-
-
 def with_groups(situation: Situation, num_mamba_groups: int) -> Situation:
     """Return a symbolic situation of one Mamba manager as that of several groups."""
     if isinstance(situation.table_length, int):
@@ -451,12 +146,17 @@ def explore_groups(
     """
     asks_gate = asks is Asks.GATE
     situation = with_groups(mamba.situation, num_mamba_groups)
-    assumptions = {**mamba.assumptions, **_assumptions(situation, traits, asks_gate=asks_gate)}
+    put = Substitution({name: variable() for name, variable in _OF_OTHER_GROUPS.items()})
+    assumptions = {
+        slug: term.conjunction((formula, put.truth(formula)))
+        for slug, formula in mamba.assumptions.items()
+    }
+    assumptions |= _assumptions(situation, traits, asks_gate=asks_gate)
     make = partial(AttentionRun, core, traits, situation, asks_gate=asks_gate)
     run = partial(run_along, core, make, AttentionRun.step)
     attention = all_paths(core, run, situation, assumptions, "the full-attention group")
     slots = _explore_slots(core, situation, assumptions, num_mamba_groups, asks_gate=asks_gate)
-    others = [_other_group(mamba.paths)] * (num_mamba_groups - 1)
+    others = [_put(put, mamba.paths)] * (num_mamba_groups - 1)
     admitted = [path for path in slots.paths if path.step.refused is False]
     joined = [
         path
@@ -524,9 +224,8 @@ def _assumptions(situation: Situation, traits: Traits, *, asks_gate: bool) -> di
     return {slug: formula for slug, formula in found.items() if formula is not True}
 
 
-def _other_group(paths: Sequence[PathSummary]) -> tuple[PathSummary, ...]:
+def _put(put: Substitution, paths: Sequence[PathSummary]) -> tuple[PathSummary, ...]:
     """The paths of a Mamba group behind the first."""
-    put = Substitution({name: variable() for name, variable in _OF_OTHER_GROUPS.items()})
     return tuple(
         replace(path, condition=put.truth(path.condition), step=put.record(path.step))
         for path in paths
@@ -543,7 +242,7 @@ def _merged(paths: Sequence[PathSummary]) -> tuple[PathSummary, ...]:
     for path in others:
         numbers = {
             name: term.choose(path.condition, getattr(path.step, name), getattr(step, name))
-            for name in ("gate", "dry_run", "estimate", "drawn", "table_length")
+            for name in (*ANSWERS, "table_length")
         }
         left = term.conjunction((path.step.dry_run_left_state, step.dry_run_left_state))
         step = replace(step, **numbers, dry_run_left_state=left)
@@ -554,9 +253,6 @@ def _merged(paths: Sequence[PathSummary]) -> tuple[PathSummary, ...]:
 
 def _joined(slot: PathSummary, groups: Sequence[Sequence[PathSummary]]) -> Iterator[PathSummary]:
     """Yield the ways through `allocate_slots` by the ways through each of its groups."""
-    if slot.step.raised is not None:
-        yield slot
-        return
     names = names_of_groups(len(groups) - 1)
     for parts in product(*groups):
         where = term.conjunction(part.condition for part in parts)
@@ -566,17 +262,18 @@ def _joined(slot: PathSummary, groups: Sequence[Sequence[PathSummary]]) -> Itera
             {
                 f"{name}_{answer}": getattr(part.step, answer)
                 for name, part in zip(names, parts, strict=True)
-                for answer in ("gate", "dry_run", "estimate", "drawn")
+                for answer in ANSWERS
             }
         )
         condition = term.conjunction((put.truth(slot.condition), where))
         if condition is not False:
-            yield _path(condition, put.record(slot.step), parts)
+            yield _path(condition, replace(slot, step=put.record(slot.step)), parts)
 
 
-def _path(condition: BoolLike, sums: Step, parts: Sequence[PathSummary]) -> PathSummary:
+def _path(condition: BoolLike, slot: PathSummary, parts: Sequence[PathSummary]) -> PathSummary:
     attention, mamba, *_ = (part.step for part in parts)
-    raised = next((part for part in parts if part.step.raised is not None), None)
+    ended = (one for one in (*parts, slot) if one.step.raised is not None)
+    raised, sums = next(ended, None), slot.step
     step = replace(
         mamba,
         gate=sums.gate,

@@ -10,7 +10,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from spec.theorems import THEOREMS
+from conformance.expectations import suite_of, where
+from spec.theorems import OBLIGATIONS, THEOREMS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -19,19 +20,24 @@ BEGIN, END = "<!-- verdicts: written by scripts/docs.py -->", "<!-- end of verdi
 
 
 def table() -> str:
-    """Return the table as Markdown: a row per theorem, a column per target and kind of step."""
+    """Return the table as Markdown: a row per theorem and manager, a column per target."""
     verdicts = json.loads(VERDICTS.read_text(encoding="utf-8"))["verdicts"]
     targets = list(verdicts)
     lines = [f"| theorem | claim | {' | '.join(targets)} |", "|---|---|" + "---|" * len(targets)]
     for slug, theorem in THEOREMS.items():
-        cells = [_cell(verdicts[target], slug) for target in targets]
-        lines.append(f"| `{slug}` | {theorem.sentence} | " + " | ".join(cells) + " |")
+        for manager in theorem.managers:
+            cells = [_cell(verdicts[target], manager, slug) for target in targets]
+            is_first = manager == theorem.managers[0]
+            claim = theorem.sentence if is_first else "the same of several groups"
+            claim = f"{claim} (`{manager}`)" if manager != "mamba-align" else claim
+            lines.append(f"| `{slug}` | {claim} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _cell(by_family: dict[str, dict[str, str]], slug: str) -> str:
+def _cell(by_kind: dict[str, dict[str, str]], manager: str, slug: str) -> str:
     """How many kinds of step have which verdict; those that a theorem is not about do not count."""
-    counts = Counter(by_theorem[slug] for by_theorem in by_family.values())
+    kinds = [where(suite_of(manager, family), tags) for family, tags in OBLIGATIONS]
+    counts = Counter(by_kind[kind][slug] for kind in kinds)
     del counts["NOT_APPLICABLE"]
     if len(counts) == 1:
         return next(iter(counts))

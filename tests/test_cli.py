@@ -25,7 +25,7 @@ from conformance.obligations import Selection, settled_by_part
 from conformance.replay import PROJECT_ROOT
 from conformance.scenario import dumps, load
 from conformance.targets import CORE_FILE, DEFAULT_TARGETS, KNOWN_RELEASES, resolve
-from spec.assumptions import ASSUMPTIONS, OF_SOME_RELEASES, OF_THE_GATE
+from spec.assumptions import ASSUMPTIONS, OF_GROUPS, OF_SOME_RELEASES, OF_THE_GATE
 from spec.families import FAMILIES
 from spec.theorems import OBLIGATIONS, THEOREMS
 
@@ -761,7 +761,10 @@ def test_targets_says_what_is_not_cached(
     [
         *((slug, theorem.sentence) for slug, theorem in THEOREMS.items()),
         *((slug, family.sentence) for slug, family in FAMILIES.items()),
-        *((one.slug, one.sentence) for one in (*ASSUMPTIONS, *OF_SOME_RELEASES, *OF_THE_GATE)),
+        *(
+            (one.slug, one.sentence)
+            for one in (*ASSUMPTIONS, *OF_SOME_RELEASES, *OF_THE_GATE, *OF_GROUPS)
+        ),
     ],
 )
 def test_everything_with_a_name_is_explained(capsys: Output, slug: str, sentence: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import RELEASES
 
-from spec.assumptions import ASSUMPTIONS, OF_SOME_RELEASES, OF_THE_GATE, Assumption
+from spec.assumptions import ASSUMPTIONS, OF_GROUPS, OF_SOME_RELEASES, OF_THE_GATE, Assumption
 from spec.families import FAMILIES, family_of
 from spec.logic import implies
 from spec.theorems import OBLIGATIONS, THEOREMS, Need, Pool, in_obligation
@@ -219,7 +219,7 @@ def test_a_step_with_a_table_has_obligations_under_exactly_one_kind() -> None:
 
 
 #: Every assumption of the catalogue, whether in force always, for some releases or of the gate.
-EVERY = (*ASSUMPTIONS, *OF_SOME_RELEASES, *OF_THE_GATE)
+EVERY = (*ASSUMPTIONS, *OF_SOME_RELEASES, *OF_THE_GATE, *OF_GROUPS)
 #: Releases that a reason speaks of, where it does not speak of the newest.
 OLDER = re.compile(r"\b(0\.\d+\.0)\b")
 
