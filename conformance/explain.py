@@ -6,13 +6,15 @@ from spec.assumptions import (
     ASSUMPTIONS,
     OF_GROUPS,
     OF_SOME_RELEASES,
+    OF_THE_COORDINATOR,
     OF_THE_GATE,
     Assumption,
 )
 from spec.families import FAMILIES, Family
 from spec.theorems import MANAGERS, OBLIGATIONS, THEOREMS, Theorem
 
-_ALL_ASSUMPTIONS = (*ASSUMPTIONS, *OF_SOME_RELEASES, *OF_THE_GATE, *OF_GROUPS)
+_OF_SEVERAL = (*OF_GROUPS, *OF_THE_COORDINATOR)
+_ALL_ASSUMPTIONS = (*ASSUMPTIONS, *OF_SOME_RELEASES, *OF_THE_GATE, *_OF_SEVERAL)
 
 
 def explanation(slug: str) -> str | None:
@@ -56,7 +58,7 @@ def _theorem(theorem: Theorem) -> str:
             "Assumptions:",
             *(
                 f"  {assumption.slug}: {assumption.sentence}"
-                f"{' (several groups)' if assumption in OF_GROUPS else ''}"
+                f"{' (several groups)' if assumption in _OF_SEVERAL else ''}"
                 for assumption in _ALL_ASSUMPTIONS
                 if _is_in_force(assumption, theorem)
             ),
@@ -65,7 +67,7 @@ def _theorem(theorem: Theorem) -> str:
 
 
 def _is_in_force(assumption: Assumption, theorem: Theorem) -> bool:
-    is_of_groups = assumption in OF_GROUPS
+    is_of_groups = assumption in _OF_SEVERAL
     return (theorem.asks_gate or assumption not in OF_THE_GATE) and (
         not is_of_groups or "coordinator" in theorem.managers
     )

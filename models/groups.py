@@ -25,6 +25,8 @@ from models.substitute import Substitution
 from models.term import BoolLike, IntLike
 from models.traits import Traits
 from spec.assumptions import (
+    GROUPS_SHARE_BLOCK_SIZE,
+    MAMBA_GROUPS_AGREE,
     NULL_BLOCK_IS_NOT_FREE,
     OF_GROUPS,
     RETENTION_IS_OF_COORDINATOR,
@@ -172,7 +174,7 @@ def explore_groups(
         (*joined, PathSummary(refused, nothing)),
         (),
         tuple(dict.fromkeys((*mamba.core, *attention.core, *slots.core))),
-        (*mamba.built_in, *(a.slug for a in OF_GROUPS if a.holds(situation) is True)),
+        (*mamba.built_in, *_built_in(situation)),
     )
 
 
@@ -222,6 +224,12 @@ def _assumptions(situation: Situation, traits: Traits, *, asks_gate: bool) -> di
         end = term.choose(is_sparse, situation.prefill_length, 0)
         found[RETENTION_IS_OF_COORDINATOR.slug] = call.prefill_end == end
     return {slug: formula for slug, formula in found.items() if formula is not True}
+
+
+def _built_in(situation: Situation) -> Iterator[str]:
+    """Assumptions that hold by how several groups are made here."""
+    yield from (GROUPS_SHARE_BLOCK_SIZE.slug, MAMBA_GROUPS_AGREE.slug)
+    yield from (a.slug for a in OF_GROUPS if a.holds(situation) is True)
 
 
 def _put(put: Substitution, paths: Sequence[PathSummary]) -> tuple[PathSummary, ...]:

@@ -36,7 +36,7 @@ from models.predict import LiftedTree
 from models.prove import Prover, Verdict, explorations_for, prove
 from models.traits import traits_of
 from spec.assumptions import SPECULATIVE_BLOCKS
-from spec.theorems import OBLIGATIONS, THEOREMS
+from spec.theorems import OBLIGATIONS, THEOREMS, Asks
 from spec.vocabulary import Call, Geometry
 
 #: Seconds of replay that one figure rests on, the same for both tiers.
@@ -216,7 +216,8 @@ def without(slug: str, root: Path, seed: int) -> dict[str, Any]:
         num_paths += sum(len(exploration.paths) for exploration in explorations)
         provers = [Prover(exploration) for exploration in explorations]
         for theorem in THEOREMS.values():
-            if theorem.asks_gate or theorem.asks_removal or theorem.why_not(family):
+            is_of_one = "mamba-align" in theorem.managers and theorem.asks is Asks.STEP
+            if not is_of_one or theorem.why_not(family):
                 continue
             verdict = _worst(prover.settle(theorem).verdict for prover in provers)
             if verdict not in (Verdict.PROVED, Verdict.REFUTED):
@@ -319,7 +320,7 @@ def _without_samples() -> None:
             lift.Path = lambda *_, asking=asking: asking
             make = partial(lift.StepRun, core, traits, situation)
             run = lift.StepRun.step
-            summaries.append(lift._run(core, make, run, tuple(assumptions.values()), {}))
+            summaries.append(lift.run_along(core, make, run, tuple(assumptions.values()), {}))
             if asking.sample is not None:
                 samples.append(asking.sample)
         return Exploration(situation, assumptions, tuple(summaries), tuple(samples), ())

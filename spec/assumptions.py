@@ -359,11 +359,11 @@ OF_SOME_RELEASES: tuple[Assumption, ...] = (
 OF_THE_GATE: tuple[Assumption, ...] = (REQUEST_HOLDS_ALL_TOKENS,)
 
 #: In force besides, where a coordinator adds up groups.
-OF_GROUPS: tuple[Assumption, ...] = (
+OF_GROUPS: tuple[Assumption, ...] = (ATTENTION_COVERS_MAMBA, ATTENTION_HIT_HOLDS_LOCAL_TOKENS)
+#: The same, about what no situation says: `models.groups` says it of variables of its own.
+OF_THE_COORDINATOR: tuple[Assumption, ...] = (
     GROUPS_SHARE_BLOCK_SIZE,
     MAMBA_GROUPS_AGREE,
-    ATTENTION_COVERS_MAMBA,
-    ATTENTION_HIT_HOLDS_LOCAL_TOKENS,
     NULL_BLOCK_IS_NOT_FREE,
     TOKENS_FIT_MODEL,
     RETENTION_IS_OF_COORDINATOR,

@@ -25,7 +25,13 @@ from conformance.obligations import Selection, settled_by_part
 from conformance.replay import PROJECT_ROOT
 from conformance.scenario import dumps, load
 from conformance.targets import CORE_FILE, DEFAULT_TARGETS, KNOWN_RELEASES, resolve
-from spec.assumptions import ASSUMPTIONS, OF_GROUPS, OF_SOME_RELEASES, OF_THE_GATE
+from spec.assumptions import (
+    ASSUMPTIONS,
+    OF_GROUPS,
+    OF_SOME_RELEASES,
+    OF_THE_COORDINATOR,
+    OF_THE_GATE,
+)
 from spec.families import FAMILIES
 from spec.theorems import OBLIGATIONS, THEOREMS
 
@@ -763,7 +769,13 @@ def test_targets_says_what_is_not_cached(
         *((slug, family.sentence) for slug, family in FAMILIES.items()),
         *(
             (one.slug, one.sentence)
-            for one in (*ASSUMPTIONS, *OF_SOME_RELEASES, *OF_THE_GATE, *OF_GROUPS)
+            for one in (
+                *ASSUMPTIONS,
+                *OF_SOME_RELEASES,
+                *OF_THE_GATE,
+                *OF_GROUPS,
+                *OF_THE_COORDINATOR,
+            )
         ),
     ],
 )

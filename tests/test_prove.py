@@ -17,7 +17,13 @@ from models.lift import Exploration, Variant, summary_of
 from models.predict import LiftedTree, values_of, violated
 from models.prove import Counterexample, Obligation, Prover, Verdict, prove
 from models.smt import Answer, ModelMismatch, Question
-from spec.assumptions import ASSUMPTIONS, OF_GROUPS, OF_SOME_RELEASES, OF_THE_GATE
+from spec.assumptions import (
+    ASSUMPTIONS,
+    OF_GROUPS,
+    OF_SOME_RELEASES,
+    OF_THE_COORDINATOR,
+    OF_THE_GATE,
+)
 from spec.families import FAMILIES
 from spec.theorems import OBLIGATIONS, THEOREMS
 
@@ -152,7 +158,7 @@ def test_a_proof_lists_what_it_builds_on(
     proved: Proved, lifted_trees: Mapping[str, LiftedTree]
 ) -> None:
     """What holds by how the variables are declared is listed; every slug has a record."""
-    every = (*ASSUMPTIONS, *OF_SOME_RELEASES, *OF_THE_GATE, *OF_GROUPS)
+    every = (*ASSUMPTIONS, *OF_SOME_RELEASES, *OF_THE_GATE, *OF_GROUPS, *OF_THE_COORDINATOR)
     known = {assumption.slug for assumption in every} | {"family"}
     for release in RELEASES:
         for obligation in proved[release]:

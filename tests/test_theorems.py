@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 from conftest import RELEASES
 
-from spec.assumptions import ASSUMPTIONS, OF_GROUPS, OF_SOME_RELEASES, OF_THE_GATE, Assumption
+from spec.assumptions import (
+    ASSUMPTIONS,
+    OF_GROUPS,
+    OF_SOME_RELEASES,
+    OF_THE_COORDINATOR,
+    OF_THE_GATE,
+    Assumption,
+)
 from spec.families import FAMILIES, family_of
 from spec.logic import implies
 from spec.theorems import OBLIGATIONS, THEOREMS, Need, Pool, in_obligation
@@ -59,6 +66,7 @@ BREAKS: list[tuple[dict[str, object], set[str]]] = [
             "exact-estimate",
             "allocation-succeeds",
             "matches-intended",
+            "admission-keeps-reserve",
             "gate-covers-first-step",
         },
     ),
@@ -67,7 +75,7 @@ BREAKS: list[tuple[dict[str, object], set[str]]] = [
     ({"dry_run_left_state": False}, {"dry-run-pure"}),
     (
         {"dry_run": 6, "estimate": 6, "drawn": 6, "gate": 6},
-        {"bounded-demand", "matches-intended"},
+        {"bounded-demand", "matches-intended", "admission-keeps-reserve"},
     ),
     (
         {"dry_run": -1, "estimate": -1, "drawn": -1},
@@ -218,7 +226,8 @@ def test_a_step_with_a_table_has_obligations_under_exactly_one_kind() -> None:
     assert kinds_found() == {kind for kind in OBLIGATIONS if kind[0] not in admissions}
 
 
-#: Every assumption of the catalogue, whether in force always, for some releases or of the gate.
+#: Every assumption about a situation, whether in force always, for some releases, of the gate or
+#: of several groups.
 EVERY = (*ASSUMPTIONS, *OF_SOME_RELEASES, *OF_THE_GATE, *OF_GROUPS)
 #: Releases that a reason speaks of, where it does not speak of the newest.
 OLDER = re.compile(r"\b(0\.\d+\.0)\b")
@@ -244,7 +253,7 @@ def defines(text: str, symbol: str) -> bool:
     return all(re.search(rf"\b{name}\b", text) for name in symbol.strip(".").split("."))
 
 
-@pytest.mark.parametrize("assumption", EVERY, ids=lambda a: a.slug)
+@pytest.mark.parametrize("assumption", [*EVERY, *OF_THE_COORDINATOR], ids=lambda a: a.slug)
 def test_an_assumption_names_who_keeps_it(
     release_trees: Mapping[str, Path], assumption: Assumption
 ) -> None:
@@ -310,6 +319,14 @@ KEEPING: dict[str, tuple[Situation, ...]] = {
         *(with_sizes(KEPT, num_tokens_behind_checkpoint=tokens) for tokens in range(1, 9)),
     ),
     "request-holds-all-tokens": (KEPT, replace(KEPT, num_request_tokens=101)),
+    "attention-covers-mamba": (
+        HIT,
+        *(replace(KEPT, attention_table_length=columns) for columns in (2, 3, 9)),
+    ),
+    "attention-hit-holds-local-tokens": (
+        KEPT,
+        *(replace(HIT, num_evictable_attention_hits=number) for number in (0, 1, 2)),
+    ),
 }
 #: Situations that break an assumption, and no other one that is always in force.
 BREAKING: dict[str, tuple[Situation, ...]] = {
@@ -378,6 +395,15 @@ BREAKING: dict[str, tuple[Situation, ...]] = {
         replace(KEPT, num_request_tokens=99),
         replace(KEPT, num_request_tokens=102),
         replace(KEPT, prefill_length=50, num_request_tokens=51),
+    ),
+    "attention-covers-mamba": (
+        replace(KEPT, attention_table_length=1),
+        replace(HIT, attention_table_length=1),
+    ),
+    "attention-hit-holds-local-tokens": (
+        replace(KEPT, num_evictable_attention_hits=1),
+        replace(HIT, num_evictable_attention_hits=3),
+        replace(HIT, num_evictable_attention_hits=-1),
     ),
 }
 
