@@ -54,6 +54,8 @@ _LEAST_FIRST = (
     "watermark_blocks",
     "reserved_blocks",
 )
+#: Columns of a counterexample's table whose contents are made usual where they can be.
+MOST_COLUMNS = 8
 _Record = TypeVar("_Record", Situation, Step)
 
 
@@ -365,9 +367,13 @@ class Prover:
         return self._question.ask(term.disjunction(map(term.conjunction, interesting)))
 
     def _least(self, values: Mapping[str, Any], violation: BoolLike) -> Mapping[str, Any]:
-        question = smt.Question()
+        question, order = smt.Question(), variables_in_order()
         question.add(*self.exploration.assumptions.values(), violation)
-        return question.minimize(values, variables_in_order())
+        least = question.minimize(values, order)
+        evaluator = Evaluator(least)
+        columns = min(evaluator.number(self.exploration.situation.table_length), MOST_COLUMNS)
+        pins = [variable == evaluator.number(variable) for variable in order]
+        return question.minimize(least, [*_unusual_contents(columns)], *pins)
 
     def _counterexample(self, values: Mapping[str, Any]) -> Counterexample:
         path = summary_of(self.exploration, values)
@@ -394,6 +400,13 @@ def variables_in_order() -> list[term.IntLike]:
         elif name in declared:
             order.append(term.int_var(name, declared[name].low, declared[name].high))
     return order
+
+
+def _unusual_contents(columns: int) -> Iterator[term.IntLike]:
+    """For each of the first columns of the table, whether it is null, and whether it is pinned."""
+    for column in range(columns):
+        yield term.int_of(term.cell("block_table", column) == 0)
+        yield term.int_of(term.negation(term.cell("block_is_movable", column) == 1))
 
 
 def in_numbers(record: _Record, evaluator: Evaluator) -> _Record:

@@ -21,7 +21,11 @@ from spec.theorems import THEOREMS
 
 OLD = "vllm==0.30.0"
 CopyTree = Callable[..., Path]
-FEW = Selection(theorems=("no-undercount", "exact-estimate"), kinds=(("checkpoint", ()),))
+FEW = Selection(
+    theorems=("no-undercount", "exact-estimate"),
+    kinds=(("checkpoint", ()),),
+    managers=("mamba-align",),
+)
 ASKED = ("prove", "--target", OLD, "--family", "checkpoint")
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cvc5") is None, reason="the second solver is in the full set-up"

@@ -55,6 +55,10 @@ Proved = dict[str, list[Obligation]]
 Explored = dict[tuple[str, str, tuple[str, ...], bool], Exploration]
 
 
+#: The manager whose verdicts are looked at one by one here.
+ONE_MANAGER = "mamba-align"
+
+
 @pytest.fixture(scope="module")
 def explored(lifted_trees: Mapping[str, LiftedTree]) -> Explored:
     return {
@@ -70,7 +74,9 @@ def explored(lifted_trees: Mapping[str, LiftedTree]) -> Explored:
 @pytest.fixture(scope="module")
 def proved(lifted_trees: Mapping[str, LiftedTree]) -> Proved:
     return {
-        release: list(prove(lifted_trees[release], families=PROVED_FAMILIES))
+        release: list(
+            prove(lifted_trees[release], managers=(ONE_MANAGER,), families=PROVED_FAMILIES)
+        )
         for release in RELEASES
     }
 
@@ -78,7 +84,8 @@ def proved(lifted_trees: Mapping[str, LiftedTree]) -> Proved:
 def test_the_verdicts_of_the_fault_and_its_fix(proved: Proved) -> None:
     """0.30.0 overcounts checkpoint steps; 0.31.0 counts them, but not on a table that is longer."""
     for release in RELEASES:
-        assert len(proved[release]) == len(KINDS) * len(THEOREMS)
+        of_one = [theorem for theorem in THEOREMS.values() if ONE_MANAGER in theorem.managers]
+        assert len(proved[release]) == len(KINDS) * len(of_one)
         for obligation in proved[release]:
             refuted = REFUTED[release].get((obligation.family, obligation.tags), set())
             is_refuted = obligation.theorem in refuted
@@ -334,7 +341,8 @@ from models.prove import prove
 found = {}
 for root in map(Path, sys.argv[1:]):
     names = ["exact-estimate", "matches-intended"]
-    for o in prove(LiftedTree(root), families=["checkpoint"], theorems=names):
+    tree = LiftedTree(root)
+    for o in prove(tree, managers=["mamba-align"], families=["checkpoint"], theorems=names):
         c = o.counterexample
         found[f"{root} {o.tags} {o.theorem}"] = (o.verdict.value, sorted(o.assumptions), repr(c))
 print(json.dumps(found))
