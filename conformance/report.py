@@ -17,6 +17,8 @@ from conformance.obligations import NOT_APPLICABLE, Row, is_as_expected
 from conformance.replay import Replay, StepSeen
 from conformance.scenario import Scenario
 
+#: The manager that goes without saying.
+ONE_MANAGER = "mamba-align"
 _STYLE = {"PROVED": "green", "REFUTED": "red", "NOT_APPLICABLE": "dim"}
 
 
@@ -65,7 +67,8 @@ def show_unproved(
         if row["verdict"] == "PROVED":
             continue
         family = where(row["family"], row["tags"])
-        head = f"{row['verdict']} {row['target']} {row['manager']} {family} {row['theorem']}"
+        manager = "" if row["manager"] == ONE_MANAGER else f"{row['manager']} "
+        head = f"{row['verdict']} {row['target']} {manager}{family} {row['theorem']}"
         head += " (as expected)" if is_as_expected(row) else ""
         if row["scenario"] is None:
             key = row["verdict"], row["target"], str(row["reason"]), _surprise(row, ", ")

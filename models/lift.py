@@ -169,7 +169,7 @@ def _geometry(traits: Traits, variant: Variant, checkpoint_blocks: IntLike | Non
     elif checkpoint_blocks is None:
         checkpoint_blocks = term.int_var("num_prefill_checkpoint_blocks", low, high)
     block_size = term.int_var("block_size", 1)
-    at_blocks = traits.has_checkpoint_blocks and not traits.records_checkpoint_position
+    at_blocks = traits.keeps_checkpoints_at_blocks
     hash_block_size = block_size if at_blocks else term.int_var("hash_block_size", 1)
     unit = hash_block_size
     if variant.whole_blocks:
@@ -191,7 +191,7 @@ def _geometry(traits: Traits, variant: Variant, checkpoint_blocks: IntLike | Non
 
 
 def _tokens_behind_checkpoint(traits: Traits, variant: Variant) -> IntLike:
-    if traits.has_checkpoint_blocks and not traits.records_checkpoint_position:
+    if traits.keeps_checkpoints_at_blocks:
         return 0
     if variant.looks_ahead:
         return term.int_var("num_tokens_behind_checkpoint", 2, HASH_LOOKAHEAD_TOKENS)

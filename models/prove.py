@@ -56,6 +56,11 @@ _LEAST_FIRST = (
 )
 #: Columns of a counterexample's table whose contents are made usual where they can be.
 MOST_COLUMNS = 8
+#: Sizes, and numbers of tokens, up to which all steps are looked at where a proof is out of reach.
+SMALL_SIZE, SMALL_NUMBER_OF_TOKENS = 4, 16
+_EVIDENCE = (
+    f"bounded evidence, block sizes up to {SMALL_SIZE} and up to {SMALL_NUMBER_OF_TOKENS} tokens"
+)
 _Record = TypeVar("_Record", Situation, Step)
 
 
@@ -307,15 +312,22 @@ class Prover:
         """Return the verdict of a theorem.
 
         Unsat iff the claim holds in every step of the exploration; a model is a step that breaks
-        it.
+        it. Where the solver gives up, it is asked about all steps of small sizes: evidence, which
+        is no proof.
         """
         in_force = self._with_built_in(self.exploration.assumptions)
         result = self._question.ask(self.violation(theorem))
+        reason = result.reason or ""
+        if result.answer is smt.Answer.UNKNOWN:
+            bounded = self._question.ask(self.violation(theorem), *self._small_sizes())
+            holds = bounded.answer is smt.Answer.UNSAT
+            reason += f"; {_EVIDENCE}: {'it holds there' if holds else 'none, the same'}"
+            result = bounded if bounded.answer is smt.Answer.SAT else result
         if result.answer is smt.Answer.SAT:
             found = self._least(result.values, self.violation(theorem))
             return _Part(Verdict.REFUTED, in_force, self._counterexample(found))
         if result.answer is smt.Answer.UNKNOWN:
-            return _Part(Verdict.UNKNOWN, in_force, reason=result.reason)
+            return _Part(Verdict.UNKNOWN, in_force, reason=reason)
         witness = self._has_witness(theorem)
         if witness.answer is smt.Answer.UNKNOWN:
             return _Part(Verdict.UNKNOWN, in_force, reason=f"witness: {witness.reason}")
@@ -323,6 +335,13 @@ class Prover:
             return _Part(Verdict.VACUOUS, in_force, reason="no step shows the theorem's witness")
         used = self._with_built_in((*self.exploration.core, *result.core))
         return _Part(Verdict.PROVED, used)
+
+    def _small_sizes(self) -> Iterator[BoolLike]:
+        geometry, call = self.exploration.situation.geometry, self.exploration.situation.call
+        for name in ("block_size", "hash_block_size", "prefill_checkpoint_alignment"):
+            yield getattr(geometry, name) <= SMALL_SIZE
+        for tokens in (call.num_tokens, self.exploration.situation.prefill_length):
+            yield tokens <= SMALL_NUMBER_OF_TOKENS
 
     def violation(self, theorem: Theorem) -> BoolLike:
         """Return the formula of all steps that break the claim."""

@@ -33,17 +33,26 @@ class Standin:
         situation: What the group's exploration was about.
         asks_gate: Whether that asked the gate.
         hits: What it takes for the local hit.
+        calls: Where calls are noted, of all groups in their order: a group's name and what is
+            called.
     """
 
     def __init__(
-        self, core: Core, name: str, situation: Situation, *, asks_gate: bool, hits: Any
+        self,
+        core: Core,
+        name: str,
+        situation: Situation,
+        *,
+        asks_gate: bool,
+        hits: Any,
+        calls: list[tuple[str, str]],
     ) -> None:
         self.block_size = situation.geometry.block_size
         has_table = not isinstance(situation.table_length, int)
         self.num_cached_block = {REQUEST: 0} if has_table else {}
-        self.calls: list[str] = []
         self.mismatches: list[BoolLike] = []
-        self._name, self._situation, self._asks_gate = name, situation, asks_gate
+        self._calls, self.name = calls, name
+        self._situation, self._asks_gate = situation, asks_gate
         self._hits = hits
         self._signatures = {
             method: inspect.signature(getattr(core.symbol_of("MambaManager"), method))
@@ -59,7 +68,7 @@ class Standin:
         what = "gate" if is_gate else "dry_run" if dry else "estimate"
         other = {"num_tokens": whole, "num_tokens_main_model": whole} if is_gate else {}
         self._note(what, asked, **other)
-        return term.int_var(f"{self._name}_{what}")
+        return term.int_var(f"{self.name}_{what}")
 
     def add_local_computed_blocks(self, *args: Any, **kwargs: Any) -> None:
         """`SingleTypeKVCacheManager.add_local_computed_blocks`."""
@@ -81,11 +90,11 @@ class Standin:
 
     def remove_skipped_blocks(self, *args: Any, **kwargs: Any) -> None:
         """Leave the table as it is: it is any that a removal may leave."""
-        self.calls.append("remove_skipped_blocks")
+        self._calls.append((self.name, "remove_skipped_blocks"))
 
     def drawn(self) -> IntLike:
         """Blocks that the step draws."""
-        return term.int_var(f"{self._name}_drawn")
+        return term.int_var(f"{self.name}_drawn")
 
     def _named(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         found = self._signatures[method].bind(self, *args, **kwargs)
@@ -95,7 +104,7 @@ class Standin:
 
     def _note(self, what: str, asked: Mapping[str, Any], **other: Any) -> None:
         """Remember a call, and where it asks anything else than the exploration was about."""
-        self.calls.append(what)
+        self._calls.append((self.name, what))
         expected = {
             **vars(self._situation.call),
             "num_external_computed_tokens": self._situation.num_external_tokens,
@@ -159,8 +168,9 @@ class SlotsRun:
         ):
             hits = tuple(_Hits() for _ in empty.blocks)
             self._hits = core.symbol(KV_CACHE_MANAGER, "KVCacheBlocks")(hits)
+        self._calls: list[tuple[str, str]] = []
         self.groups = tuple(
-            Standin(core, name, situation, asks_gate=asks_gate, hits=hits)
+            Standin(core, name, situation, asks_gate=asks_gate, hits=hits, calls=self._calls)
             for name, hits in zip(names_of_groups(num_mamba_groups), self._hits.blocks, strict=True)
         )
         self._answers: list[IntLike] = []
@@ -271,10 +281,15 @@ class SlotsRun:
             "allocate_new_blocks",
         ]
         for group in self.groups:
-            if group.calls != expected:
+            calls = [what for name, what in self._calls if name == group.name]
+            if calls != expected:
                 raise Unsupported(
-                    f"a group is called {', '.join(group.calls)} and not {', '.join(expected)}"
+                    f"a group is called {', '.join(calls)} and not {', '.join(expected)}"
                 )
+        # A block drawn for one group could be the hit that another has not touched yet.
+        order = [what for _, what in self._calls if what.endswith("_computed_blocks")]
+        if order != sorted(order, key=lambda what: what != "add_local_computed_blocks"):
+            raise Unsupported("a group draws external blocks before another has touched its hit")
 
 
 class _Hits:

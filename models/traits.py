@@ -43,6 +43,11 @@ class Traits:
     hashes_look_ahead: bool
     """0.33.0: a hash may cover tokens behind its own."""
 
+    @property
+    def keeps_checkpoints_at_blocks(self) -> bool:
+        """0.29.0: a checkpoint lies at a block boundary; recorded is only that there is one."""
+        return self.has_checkpoint_blocks and not self.records_checkpoint_position
+
     def assumptions(self) -> tuple[Assumption, ...]:
         """Return what else is assumed for this tree."""
         found = [] if self.takes_prefill_end else [assumptions.RELEASE_IS_DENSE]

@@ -176,6 +176,22 @@ def test_groups_that_are_asked_something_else_are_not_understood(
         lifted.exploration("external-sync", (), Variant(), num_mamba_groups=1)
 
 
+def test_hits_are_touched_before_anything_is_drawn(copy_core: CopyCore) -> None:
+    """A block drawn for one group could be the hit of another (vLLM #33775)."""
+    loop = "        for i, manager in enumerate(self.single_type_managers):\n"
+    first_loop = f"{loop}            manager.add_local_computed_blocks(\n"
+    too_early = (
+        f"{loop}            if i and num_external_computed_tokens > 0:\n"
+        "                self.single_type_managers[0].allocate_external_computed_blocks(\n"
+        "                    request_id, num_local_computed_tokens, num_external_computed_tokens\n"
+        "                )\n            manager.add_local_computed_blocks(\n"
+    )
+    lifted = LiftedTree(copy_core(COORDINATOR_FILE, (first_loop, too_early)))
+
+    with pytest.raises(NotUnderstood, match="group"):
+        lifted.exploration("external-sync", (), Variant(), num_mamba_groups=1)
+
+
 def test_the_sum_is_harmless_while_the_lookahead_fits_a_block(
     lifted_trees: Mapping[str, LiftedTree],
 ) -> None:

@@ -9,7 +9,7 @@ from conformance.matrix import page, traits_in, verdicts_of
 from conformance.replay import PROJECT_ROOT
 from conformance.targets import KNOWN_RELEASES, resolve
 from models.traits import Traits
-from spec.theorems import OBLIGATIONS, THEOREMS
+from spec.theorems import MANAGERS, OBLIGATIONS, THEOREMS
 
 PAGE = PROJECT_ROOT / "docs" / "matrix.md"
 TARGETS = [f"vllm=={release}" for release in KNOWN_RELEASES]
@@ -18,19 +18,15 @@ KNOWS_NOTHING = Traits(*[False] * 10)
 
 def test_the_committed_page_says_what_is_expected() -> None:
     """It is the page that all releases give whose verdicts are as expected."""
-    verdicts = {
-        (target, family, theorem): verdict
-        for (target, _, family, theorem), verdict in expectations().items()
-    }
     traits = {target: traits_in(resolve(target).root) for target in TARGETS}
 
-    assert PAGE.read_text(encoding="utf-8") == page(verdicts, traits), "run `make matrix`"
+    assert PAGE.read_text(encoding="utf-8") == page(expectations(), traits), "run `make matrix`"
 
 
 def test_there_is_a_table_per_theorem_and_a_row_per_kind_of_step() -> None:
     """Columns are releases, in the order that they are given in."""
     verdicts = {
-        (target, "first", "no-undercount"): verdict
+        (target, "mamba-align", "first", "no-undercount"): verdict
         for target, verdict in zip(TARGETS, ["PROVED", "REFUTED", "NOT_APPLICABLE"], strict=False)
     }
 
@@ -43,9 +39,22 @@ def test_there_is_a_table_per_theorem_and_a_row_per_kind_of_step() -> None:
     assert re.findall(r"\d+", counts) == ["1", "0", "0"]
 
 
+def test_each_manager_has_its_own_tables() -> None:
+    """What is proved of one manager is told apart from what is proved of the sum."""
+    verdicts = {
+        (TARGETS[0], manager, "first", "no-undercount"): verdict
+        for manager, verdict in (("mamba-align", "PROVED"), ("coordinator", "REFUTED"))
+    }
+
+    text = page(verdicts, {TARGETS[0]: KNOWS_NOTHING})
+
+    assert re.findall("^# (.*)", text, re.MULTILINE)[1:] == ["mamba-align", "coordinator"]
+    assert re.findall(r"^\| `first` \| (.)", text, re.MULTILINE) == ["P", "R"]
+
+
 def test_what_is_undecided_stands_out() -> None:
     """UNKNOWN, UNSUPPORTED and VACUOUS pass for neither."""
-    verdicts = {(TARGETS[0], "first", "no-undercount"): "UNKNOWN"}
+    verdicts = {(TARGETS[0], "mamba-align", "first", "no-undercount"): "UNKNOWN"}
 
     assert "| **UNKNOWN** |" in page(verdicts, {TARGETS[0]: KNOWS_NOTHING})
 
@@ -53,7 +62,9 @@ def test_what_is_undecided_stands_out() -> None:
 def test_every_kind_of_step_has_its_own_row() -> None:
     """Tags are told apart as everywhere."""
     rows = [
-        {"target": "t", "family": family, "tags": list(tags), "theorem": theorem, "verdict": "P"}
+        {"target": "t", "manager": manager, "family": family, "tags": list(tags)}
+        | {"theorem": theorem, "verdict": "P"}
+        for manager in MANAGERS
         for family, tags in OBLIGATIONS
         for theorem in THEOREMS
     ]

@@ -16,7 +16,7 @@ from models.evaluate import Evaluator
 from models.lift import Exploration, Variant, summary_of
 from models.predict import LiftedTree, values_of, violated
 from models.prove import Counterexample, Obligation, Prover, Verdict, prove
-from models.smt import Answer, ModelMismatch, Question
+from models.smt import Answer, Question, Result
 from spec.assumptions import (
     ASSUMPTIONS,
     OF_GROUPS,
@@ -323,6 +323,49 @@ def test_the_exported_script_says_what_was_asked(explored: Explored) -> None:
         solver = smt.z3.SolverFor(smt.LOGIC)
         solver.from_string(script)
         assert str(solver.check()) == answer
+
+
+@pytest.mark.parametrize(
+    ("small", "verdict", "said"),
+    [
+        (Answer.UNSAT, Verdict.UNKNOWN, "it holds there"),
+        (Answer.UNKNOWN, Verdict.UNKNOWN, "none, the same"),
+    ],
+)
+def test_where_the_solver_gives_up_small_sizes_are_looked_at(
+    small: Answer, verdict: Verdict, said: str, explored: Explored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is evidence with its bounds, and never a proof."""
+    prover = Prover(explored["0.31.0", "first", (), False])
+
+    def ask(self: Question, *formulas: object) -> Result:
+        if len(formulas) > 1:
+            return Result(small, reason="out of reach")
+        return Result(Answer.UNKNOWN, reason="out of reach")
+
+    monkeypatch.setattr(Question, "ask", ask)
+    part = prover.settle(THEOREMS["exact-estimate"])
+
+    assert part.verdict is verdict
+    assert part.reason == (
+        f"out of reach; bounded evidence, block sizes up to 4 and up to 16 tokens: {said}"
+    )
+
+
+def test_a_small_counterexample_is_found_where_the_solver_gives_up(
+    explored: Explored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The least one of 57050 is small, so it does not take a question about all sizes."""
+    prover = Prover(explored["0.30.0", "checkpoint", (), False])
+    ask = Question.ask
+
+    def give_up_on_all(self: Question, *formulas: object) -> Result:
+        is_all = self is prover._question and len(formulas) == 1
+        return Result(Answer.UNKNOWN, reason="hard") if is_all else ask(self, *formulas)
+
+    monkeypatch.setattr(Question, "ask", give_up_on_all)
+
+    assert prover.settle(THEOREMS["exact-estimate"]).verdict is Verdict.REFUTED
 
 
 def test_a_selection_of_nothing_yields_nothing(trees: Mapping[str, Path]) -> None:

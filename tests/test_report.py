@@ -117,7 +117,7 @@ def test_a_surprise_says_what_was_expected(verdict: str, expected: str | None, n
 
 
 def test_a_terminal_gets_a_matrix() -> None:
-    """A terminal shows theorems by families, a table per target."""
+    """A terminal shows theorems by families, a table per target and manager."""
     rows = [
         row(),
         row(family="running", tags=[]),
@@ -129,8 +129,8 @@ def test_a_terminal_gets_a_matrix() -> None:
 
     plain = re.sub("\x1b\\[[0-9;]*m", "", text)
     assert [line.strip() for line in plain.splitlines() if line.startswith("vllm==")] == [
-        "vllm==0.30.0",
-        "vllm==0.31.0",
+        "vllm==0.30.0, mamba-align",
+        "vllm==0.31.0, mamba-align",
     ]
     (heading,) = (line for line in plain.splitlines() if "running" in line)
     assert re.findall(r"[\w+]+", heading) == ["theorem", "first+checkpoint", "running"]
