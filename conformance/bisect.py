@@ -262,6 +262,7 @@ class _Steps:
         options += [f"--report={report}", f"--before={verdict_before}"]
         options += [f"--theorem={theorem}" for theorem in self._selection.theorems]
         options += [f"--family={family}" for family in self._selection.families]
+        options += [f"--manager={manager}" for manager in self._selection.managers]
         options += [f"--kind={where(*kind)}" for kind in self._selection.kinds]
         return [sys.executable, "-m", "conformance.bisect", *options]
 
@@ -509,12 +510,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--commit", required=True, help="a revision in that repository")
     parser.add_argument("--theorem", action="append", default=[])
     parser.add_argument("--family", action="append", default=[])
+    parser.add_argument("--manager", action="append", default=[])
     parser.add_argument("--kind", action="append", default=[])
     parser.add_argument("--before", choices=(PROVED, REFUTED), required=True)
     parser.add_argument("--report", type=int, required=True, help="file descriptor to report to")
     options = parser.parse_args(arguments)
     kinds = tuple((family, tuple(tags)) for family, *tags in (k.split("+") for k in options.kind))
-    selection = Selection(tuple(options.family), tuple(options.theorem), kinds)
+    chosen = map(tuple, (options.family, options.theorem, kinds, options.manager))
+    selection = Selection(*chosen)
     try:
         report = _judge(options.git_dir, options.commit, selection)
         with os.fdopen(options.report, "w", encoding="utf-8") as reports:

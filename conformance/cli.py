@@ -250,21 +250,27 @@ def replay(scenario_file: Path, targets: tuple[str, ...], tier: str) -> int:
 @click.option("--bad", required=True, metavar="REV", help="Where it is refuted.")
 @click.option("--theorem", required=True, metavar="SLUG")
 @click.option("--family", metavar="F", help="Default: all.")
-def bisect(repo: Path, good: str, bad: str, theorem: str, family: str | None) -> int:
+@click.option("--manager", metavar="M", help="Default: the first that the theorem is about.")
+def bisect(
+    repo: Path, good: str, bad: str, theorem: str, family: str | None, manager: str | None
+) -> int:
     """Name the first commit of a clone that breaks a theorem, or that mends it."""
     from conformance import bisect as bisecting
     from conformance.obligations import Selection
     from conformance.report import show_unproved
 
     families = (family,) if family else ()
-    _check_names((), families, (theorem,))
+    _check_names((manager,) if manager else (), families, (theorem,))
+    managers = (manager or THEOREMS[theorem].managers[0],)
+    if managers[0] not in THEOREMS[theorem].managers:
+        raise CannotRun(f"{theorem} is not about the manager {managers[0]}")
     console = _console()
     with _cannot_run_on(bisecting.BisectError), _status_on(console) as on_progress:
         found = bisecting.bisect(
             repo,
             good,
             bad,
-            Selection(families, (theorem,)),
+            Selection(families, (theorem,), managers=managers),
             on_judged=lambda judged: _print(console, bisecting.step_line(judged)),
             on_progress=on_progress,
         )
@@ -607,17 +613,15 @@ def _expecting(
 
     Nothing is expected where the baseline has no such step.
     """
+    from conformance.obligations import obligation_of
+
     verdicts = {
-        (row["family"], tuple(row["tags"]), row["theorem"]): (
-            None if row["verdict"] == "NOT_APPLICABLE" else row["verdict"]
-        )
+        obligation_of(row): None if row["verdict"] == "NOT_APPLICABLE" else row["verdict"]
         for row in rows
         if row["target"] == baseline
     }
     return [
-        {**row, "expected": verdicts[row["family"], tuple(row["tags"]), row["theorem"]]}
-        for row in rows
-        if row["target"] in shown
+        {**row, "expected": verdicts[obligation_of(row)]} for row in rows if row["target"] in shown
     ]
 
 

@@ -392,12 +392,17 @@ class _Store:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
 
+def obligation_of(row: Row) -> tuple[str, str, tuple[str, ...], str]:
+    """Return the manager, the family with tags and the theorem of a row."""
+    return row["manager"], row["family"], tuple(row["tags"]), row["theorem"]
+
+
 def _key(manager: str, family: str, tags: Sequence[str], theorem: str) -> str:
     return f"{manager} {where(family, tuple(tags))} {theorem}"
 
 
 def _key_of(row: Row) -> str:
-    return _key(row["manager"], row["family"], row["tags"], row["theorem"])
+    return _key(*obligation_of(row))
 
 
 def _comparison_key(baseline: Tree, part: Selection) -> str:

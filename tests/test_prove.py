@@ -16,7 +16,7 @@ from models.evaluate import Evaluator
 from models.lift import Exploration, Variant, summary_of
 from models.predict import LiftedTree, values_of, violated
 from models.prove import Counterexample, Obligation, Prover, Verdict, prove
-from models.smt import Answer, Question, Result
+from models.smt import Answer, ModelMismatch, Question, Result
 from spec.assumptions import (
     ASSUMPTIONS,
     OF_GROUPS,
