@@ -571,8 +571,10 @@ class Log(list[Any]):
         super().append(item)
 
     def extend(self, items: Any) -> None:
-        """`list.extend`."""
-        super().extend(items)
+        """`list.extend`; what a table of symbolic length adds is there as one item."""
+        of_any_column = getattr(items, "of_any_column", None)
+        item = None if of_any_column is None else of_any_column()
+        super().extend(items if item is None else [item])
 
     def without_some(self) -> Log:
         """What is left when a part is thrown out that nobody can name."""

@@ -10,13 +10,14 @@ its exploration was about, in that order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from itertools import product
 from typing import Any
 
 from models import smt, term
 from models.containers import Block, Pending, Table
+from models.evaluate import Evaluator
 from models.lift import Exploration, Found, NotUnderstood, PathSummary, all_paths, run_along
 from models.loader import COORDINATOR, Core
 from models.slots import ANSWERS, SlotsRun, names_of_groups
@@ -25,17 +26,29 @@ from models.substitute import Substitution
 from models.term import BoolLike, IntLike
 from models.traits import Traits
 from spec.assumptions import (
+    COMPUTED_TOKENS_ARE_LOCAL_OR_EXTERNAL,
     GROUPS_SHARE_BLOCK_SIZE,
+    HIT_ENDS_WITH_LOCAL_TOKENS,
+    HITS_ARE_WHOLE_BLOCKS,
+    LOOKAHEAD_ADDS_TOKENS,
     MAMBA_GROUPS_AGREE,
     NULL_BLOCK_IS_NOT_FREE,
     OF_GROUPS,
+    OF_THE_COORDINATOR,
+    OF_THE_GATE,
+    PROMPT_HAS_TOKENS,
+    RELEASE_IS_DENSE,
+    RETENTION_DECIDES_PREFILL_END,
     RETENTION_IS_OF_COORDINATOR,
+    STEP_COMPUTES_TOKENS,
     TOKENS_FIT_MODEL,
 )
 from spec.logic import cdiv
 from spec.theorems import Asks
 from spec.vocabulary import Situation, Step
 
+#: Blocks in a pool that refuses nothing.
+LARGE_POOL = 2**60
 #: Variables of a Mamba group that may differ in the ones behind the first.
 _OF_OTHER_GROUPS: Mapping[str, Callable[[], Any]] = {
     "hit_is_evictable": partial(term.bool_var, "other_hits_are_evictable"),
@@ -131,6 +144,7 @@ def explore_groups(
     num_mamba_groups: int,
     *,
     asks: Asks = Asks.STEP,
+    known: dict[Any, Found],
 ) -> Exploration:
     """Put together the paths of several groups and of what adds them up.
 
@@ -140,6 +154,8 @@ def explore_groups(
         mamba: All paths of the align-mode manager in a kind of step.
         num_mamba_groups: How many groups it manages.
         asks: What is done with the request, there as here.
+        known: Paths of the full-attention group and of `allocate_slots` that are known already;
+            they do not depend on the setting, and what is found is added.
 
     Raises:
         NotUnderstood: A construct is not understood, or the groups are not asked what their
@@ -154,10 +170,18 @@ def explore_groups(
         for slug, formula in mamba.assumptions.items()
     }
     assumptions |= _assumptions(situation, traits, asks_gate=asks_gate)
-    make = partial(AttentionRun, core, traits, situation, asks_gate=asks_gate)
-    run = partial(run_along, core, make, AttentionRun.step)
-    attention = all_paths(core, run, situation, assumptions, "the full-attention group")
-    slots = _explore_slots(core, situation, assumptions, num_mamba_groups, asks_gate=asks_gate)
+    of_call = {slug: one for slug, one in assumptions.items() if slug in _ABOUT_THE_CALL}
+    key = asks, *_what_is_asked(situation)
+    if key not in known:
+        make = partial(AttentionRun, core, traits, situation, asks_gate=asks_gate)
+        run = partial(run_along, core, make, AttentionRun.step)
+        known[key] = all_paths(core, run, situation, of_call, "the full-attention group")
+    attention = known[key]
+    of_slots = (num_mamba_groups, *key)
+    if of_slots not in known:
+        found = _explore_slots(core, situation, of_call, num_mamba_groups, asks_gate=asks_gate)
+        known[of_slots] = found
+    slots = known[of_slots]
     others = [_put(put, mamba.paths)] * (num_mamba_groups - 1)
     admitted = [path for path in slots.paths if path.step.refused is False]
     joined = [
@@ -172,10 +196,33 @@ def explore_groups(
         situation,
         assumptions,
         (*joined, PathSummary(refused, nothing)),
-        (),
+        tuple(_on_a_large_pool(sample, situation) for sample in mamba.samples),
         tuple(dict.fromkeys((*mamba.core, *attention.core, *slots.core))),
         (*mamba.built_in, *_built_in(situation)),
     )
+
+
+#: Assumptions that the full-attention group and `allocate_slots` are explored under: those that no
+#: setting changes, and not which family it is.
+_ABOUT_THE_CALL = frozenset(
+    assumption.slug
+    for assumption in (
+        *(STEP_COMPUTES_TOKENS, LOOKAHEAD_ADDS_TOKENS, COMPUTED_TOKENS_ARE_LOCAL_OR_EXTERNAL),
+        *(HIT_ENDS_WITH_LOCAL_TOKENS, RETENTION_DECIDES_PREFILL_END, PROMPT_HAS_TOKENS),
+        *(RELEASE_IS_DENSE, HITS_ARE_WHOLE_BLOCKS, *OF_THE_GATE),
+        *(*OF_GROUPS, *OF_THE_COORDINATOR),
+    )
+)
+
+
+def _what_is_asked(situation: Situation) -> tuple[Any, ...]:
+    """All of a situation that its full-attention group and `allocate_slots` can see."""
+    seen = (
+        *vars(situation.call).values(),
+        situation.geometry.block_size,
+        *(getattr(situation, field.name) for field in fields(situation)[2:]),
+    )
+    return tuple(one._key if isinstance(one, term.Int | term.Bool) else one for one in seen)
 
 
 def _explore_slots(
@@ -224,6 +271,19 @@ def _assumptions(situation: Situation, traits: Traits, *, asks_gate: bool) -> di
         end = term.choose(is_sparse, situation.prefill_length, 0)
         found[RETENTION_IS_OF_COORDINATOR.slug] = call.prefill_end == end
     return {slug: formula for slug, formula in found.items() if formula is not True}
+
+
+def _on_a_large_pool(sample: Mapping[str, Any], situation: Situation) -> Mapping[str, Any]:
+    """A sample of one manager as one of several groups, none of whose steps is refused."""
+    evaluator = Evaluator(sample)
+    tokens = (situation.call.num_tokens, situation.num_request_tokens)
+    return {
+        **sample,
+        "free_blocks": LARGE_POOL - 1,
+        "num_gpu_blocks": LARGE_POOL,
+        "max_model_len": max(map(evaluator.number, tokens)),
+        "retention_interval": int(evaluator.number(situation.call.prefill_end) == 0),
+    }
 
 
 def _built_in(situation: Situation) -> Iterator[str]:

@@ -9,8 +9,8 @@ from typing import Any
 
 from models import intended
 from models.evaluate import Evaluator
-from models.groups import explore_groups
-from models.lift import Exploration, Variant, explore, lifted_core, summary_of, variants_of
+from models.groups import LARGE_POOL, explore_groups
+from models.lift import Exploration, Found, Variant, explore, lifted_core, summary_of, variants_of
 from models.prove import in_numbers
 from models.traits import Traits, traits_of
 from spec.assumptions import MAMBA_GROUPS
@@ -34,6 +34,7 @@ class LiftedTree:
         self._core = lifted_core(root)
         self.traits = traits_of(self._core)
         self._explored: dict[tuple[Any, ...], Exploration] = {}
+        self._parts: dict[Any, Found] = {}
 
     def exploration(
         self,
@@ -61,7 +62,9 @@ class LiftedTree:
         if key not in self._explored:
             if num_mamba_groups:
                 one = self.exploration(family, tags, variant, asks=asks)
-                found = explore_groups(self._core, self.traits, one, num_mamba_groups, asks=asks)
+                found = explore_groups(
+                    self._core, self.traits, one, num_mamba_groups, asks=asks, known=self._parts
+                )
             else:
                 found = explore(self._core, family, tags, variant, asks=asks)
             self._explored[key] = found
@@ -198,10 +201,6 @@ def values_of(situation: Situation) -> Mapping[str, Any]:
     }
 
 
-#: Blocks in a pool that refuses nothing.
-_LARGE_POOL = 2**60
-
-
 def _values_of_groups(situation: Situation) -> Mapping[str, Any]:
     if not situation.num_mamba_groups:
         return {}
@@ -213,8 +212,8 @@ def _values_of_groups(situation: Situation) -> Mapping[str, Any]:
         "other_hits_are_evictable": situation.other_hits_are_evictable,
         "retention_interval": int(situation.call.prefill_end == 0),
         "max_model_len": max(situation.call.num_tokens, situation.num_request_tokens),
-        "free_blocks": _LARGE_POOL - 1,
-        "num_gpu_blocks": _LARGE_POOL,
+        "free_blocks": LARGE_POOL - 1,
+        "num_gpu_blocks": LARGE_POOL,
     }
 
 

@@ -307,6 +307,7 @@ class Prover:
             term.int_var("reserved_blocks", 0),
         )
         self._need = Need(intended.need(exploration.situation))
+        self._found: list[Mapping[str, Any]] = []
 
     def settle(self, theorem: Theorem) -> _Part:
         """Return the verdict of a theorem.
@@ -316,7 +317,7 @@ class Prover:
         is no proof.
         """
         in_force = self._with_built_in(self.exploration.assumptions)
-        result = self._question.ask(self.violation(theorem))
+        result = self._found_before(theorem) or self._question.ask(self.violation(theorem))
         reason = result.reason or ""
         if result.answer is smt.Answer.UNKNOWN:
             bounded = self._question.ask(self.violation(theorem), *self._small_sizes())
@@ -325,6 +326,7 @@ class Prover:
             result = bounded if bounded.answer is smt.Answer.SAT else result
         if result.answer is smt.Answer.SAT:
             found = self._least(result.values, self.violation(theorem))
+            self._found.append(found)
             return _Part(Verdict.REFUTED, in_force, self._counterexample(found))
         if result.answer is smt.Answer.UNKNOWN:
             return _Part(Verdict.UNKNOWN, in_force, reason=reason)
@@ -335,6 +337,12 @@ class Prover:
             return _Part(Verdict.VACUOUS, in_force, reason="no step shows the theorem's witness")
         used = self._with_built_in((*self.exploration.core, *result.core))
         return _Part(Verdict.PROVED, used)
+
+    def _found_before(self, theorem: Theorem) -> smt.Result | None:
+        """A counterexample of another theorem that breaks this one too, to begin with."""
+        violation = self.violation(theorem)
+        known = (values for values in self._found if Evaluator(values).truth(violation))
+        return next((smt.Result(smt.Answer.SAT, values) for values in known), None)
 
     def _small_sizes(self) -> Iterator[BoolLike]:
         geometry, call = self.exploration.situation.geometry, self.exploration.situation.call
@@ -392,7 +400,11 @@ class Prover:
         evaluator = Evaluator(least)
         columns = min(evaluator.number(self.exploration.situation.table_length), MOST_COLUMNS)
         pins = [variable == evaluator.number(variable) for variable in order]
-        return question.minimize(least, [*_unusual_contents(columns)], *pins)
+        unusual = [*_unusual_contents(columns)]
+        usual = question.ask(*pins, *(one == 0 for one in unusual))
+        if usual.answer is smt.Answer.SAT:
+            return usual.values
+        return question.minimize(least, unusual, *pins)
 
     def _counterexample(self, values: Mapping[str, Any]) -> Counterexample:
         path = summary_of(self.exploration, values)

@@ -153,6 +153,13 @@ class _Each:
             self._items = (self._element(x) for x in over if all(test(x) for test in self._tests))
         return next(self._items)
 
+    def of_any_column(self) -> Any:
+        """What it says of any one column of a table of symbolic length, None where it is none."""
+        over = self._over
+        if self._tests or not isinstance(over, Table) or isinstance(over.length, int):
+            return None
+        return _looked_at(True, lambda: self._element(over.column(term.int_var("any_column", 0))))
+
     def total(self, start: Any) -> Any:
         """The sum, run by run where the columns of a table are known so."""
         runs = self._over.runs if isinstance(self._over, Table) else None
