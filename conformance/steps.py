@@ -267,4 +267,4 @@ def greatest_demand(geometry: Geometry, last: ScenarioStep) -> int:
 
 def asking_gate(rows: Iterable[Any]) -> list[Any]:
     """Those of the parameter sets of a rendered file whose last step asks the gate."""
-    return [row for row in rows if row.values[2][-1].num_request_tokens > 0]
+    return [row for row in rows if row.values[-2][-1].num_request_tokens > 0]
