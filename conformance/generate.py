@@ -446,7 +446,8 @@ def refutation(
     """Return a counterexample as a scenario that names the theorem it refutes.
 
     Where the state that the counterexample starts from has more to it than two chunks bring about,
-    such as a checkpoint left pending, the least one that they do bring about is taken instead.
+    such as a checkpoint left pending or a hit that ends inside a hash unit, the least one that they
+    do bring about is taken instead.
     """
     where = _where(obligation)
 
@@ -460,7 +461,8 @@ def refutation(
         )
 
     found = scenario(counterexample.situation)
-    if not _shows(found, target):
+    begins = replace(counterexample.situation, geometry=found.geometry)
+    if not (_shows(found, target) and _ends_at_hash_unit(begins)):
         reachable = _least_reachable(obligation, trees[target])
         if reachable is not None:
             return scenario(reachable)
