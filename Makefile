@@ -31,14 +31,14 @@ gen-tests: $(PROVE) ## write generated_tests/ anew
 	$(BIN)/capproof gen-tests
 
 conformance: $(TEST) ## run generated_tests/ on the real managers, both tiers
-	$(BIN)/capproof conform --tier core
+	$(BIN)/capproof conform --tier core -- -n logical
 	$(BIN)/capproof conform --tier vllm
 
 # `make conformance` runs the vllm tier on the other default targets as well.
 test: check ## everything that CI runs
 	$(BIN)/capproof gen-tests --check
 	$(BIN)/python -m pytest -n logical
-	$(BIN)/capproof conform --tier core
+	$(BIN)/capproof conform --tier core -- -n logical
 	$(BIN)/capproof conform --tier vllm --target $(NEWEST)
 
 coverage: $(TEST) ## lines and branches that the tests reach

@@ -4,7 +4,7 @@
 # Scenarios: scenarios/coordinator-hit-full.json. Solver: z3 5.4.1.
 # vllm==0.30.0, coordinator-hit-full: 9 PROVED; REFUTED gate-covers-first-step
 # vllm==0.30.0, coordinator-hit-full+checkpoint: 9 PROVED; REFUTED gate-covers-first-step
-# vllm==0.31.0, coordinator-hit-full: 8 PROVED; UNKNOWN matches-intended; REFUTED gate-covers-first-step
+# vllm==0.31.0, coordinator-hit-full: 9 PROVED; REFUTED gate-covers-first-step
 # vllm==0.31.0, coordinator-hit-full+checkpoint: 9 PROVED; REFUTED gate-covers-first-step
 # vllm==0.33.0, coordinator-hit-full: 9 PROVED; REFUTED gate-covers-first-step
 # vllm==0.33.0, coordinator-hit-full+checkpoint: 9 PROVED; REFUTED gate-covers-first-step
