@@ -24,8 +24,6 @@ from scripts.mutants import (
     Shown,
     cases_of,
     counts,
-    difference,
-    is_same,
     judge,
     judge_all,
     load,
@@ -34,6 +32,7 @@ from scripts.mutants import (
     page,
     plain_lines,
 )
+from scripts.same_steps import difference, is_same
 from spec.theorems import OBLIGATIONS, Asks
 
 MUTANTS = load()
