@@ -19,11 +19,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from functools import cache, partial
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +31,27 @@ from conformance.driver import core_driver
 from conformance.generate import refutation
 from conformance.replay import Outcome as ReplayOutcome
 from conformance.replay import replay
-from conformance.scenario import Scenario, ScenarioStep
+from conformance.report import counterexample_line
+from conformance.scenario import to_json
 from conformance.targets import TargetError, resolve
 from models import smt, term
-from models.containers import Block, BlockHash, Members, Pending, Table
-from models.lift import Exploration, NotUnderstood, PathSummary, Variant, variants_of
+from models.lift import (
+    Exploration,
+    MaybeMissingPaths,
+    NotUnderstood,
+    Variant,
+    variants_of,
+)
 from models.loader import CORE_MODULES, Core
 from models.predict import LiftedTree
 from models.prove import Counterexample, Obligation, Prover, Verdict, explorations_for
 from models.rewrite import rewrite
 from models.runtime import BUILTINS
-from models.step import REQUEST
-from models.term import BoolLike, Unsupported
+from models.term import Unsupported
 from models.traits import Traits, traits_of
-from spec.theorems import OBLIGATIONS, THEOREMS
+from scripts.same_steps import Behaviour, NotComparable, difference, is_same
+from spec.assumptions import MAMBA_GROUPS
+from spec.theorems import OBLIGATIONS, THEOREMS, Asks
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -71,35 +78,27 @@ _CONSTANT_PARTS = frozenset({"kv_cache_spec", "block_pool", "_null_block"})
 _ONLY_IN_REMOVAL = frozenset({"remove_skipped_blocks", "_remove_blocks_in_range"})
 _IN_REMOVAL = _ONLY_IN_REMOVAL | {"cdiv"}
 _OF_HITS = ("hit-full", "hit-partial", "external-async", "external-sync", "resumed")
+#: Files of what adds up groups; no group's manager calls what is there.
+_OF_THE_SUM = ("vllm/v1/core/kv_cache_coordinator.py", "vllm/v1/core/kv_cache_manager.py")
+#: Functions that full attention calls, and the align-mode manager overrides.
+_OF_FULL_ATTENTION = (
+    "SingleTypeKVCacheManager.get_num_blocks_to_allocate",
+    "SingleTypeKVCacheManager.allocate_new_blocks",
+)
+#: Qualified names that start so are called by the align-mode manager alone.
+_OF_MAMBA = ("MambaManager.", "get_mamba_", "is_mamba_")
 #: Families whose steps, and what is done before them, call a function at all; others: all of them.
 _ONLY_IN_STEPS_OF: dict[str, tuple[str, ...]] = {
     "add_local_computed_blocks": (*_OF_HITS, "promoted"),
     "allocate_external_computed_blocks": (*_OF_HITS, "promoted"),
     "_apply_cow": _OF_HITS,
 }
-#: Families that likely show a change of a function; others begin with the catalogue's first.
-_LIKELY_FIRST: dict[str, tuple[str, ...]] = {
-    "add_local_computed_blocks": _OF_HITS,
-    "allocate_external_computed_blocks": ("external-async", "external-sync", "resumed"),
-    "_has_partial_local_hit": _OF_HITS,
-    "_get_num_evictable_blocks": _OF_HITS,
-    "_apply_cow": ("hit-partial", "resumed"),
-    "remove_skipped_blocks": ("running",),
-    "_remove_blocks_in_range": ("running",),
-    "_relocate_speculative_block": ("running",),
-    "get_num_blocks_to_allocate": ("first", "running", "checkpoint", "hit-partial"),
-    "allocate_new_blocks": ("first", "running", "checkpoint", "hit-partial"),
-    "get_mamba_prefill_checkpoint_position": ("first", "checkpoint"),
-    "is_mamba_prefill_checkpoint_valid": ("first", "checkpoint"),
-    "_needs_internal_checkpoint": ("first", "checkpoint", "running"),
-    "cdiv": ("first", "running", "checkpoint"),
-}
+#: Families that likely show a change come first.
+_LIKELY_FIRST = ("first", "running", "checkpoint", "hit-partial")
 #: Name of the copy among predictions.
 _TARGET = "path:the copy"
 #: A family with its tags.
 Kind = tuple[str, tuple[str, ...]]
-#: One path, and what the step leaves there.
-_Seen = tuple[PathSummary, Mapping[str, Any]]
 
 
 class MutantError(Exception):
@@ -121,6 +120,7 @@ class Mutant:
         after: What they become.
         kind: One of `KINDS`.
         breaks: What changes in behaviour, in one line.
+        judgement: Why the theorems may not see it, in one line; it still counts as a survivor.
     """
 
     name: str
@@ -130,6 +130,7 @@ class Mutant:
     after: str
     kind: str
     breaks: str
+    judgement: str = ""
 
 
 def load(path: Path = DATA) -> list[Mutant]:
@@ -142,8 +143,8 @@ def load(path: Path = DATA) -> list[Mutant]:
     records = tomllib.loads(path.read_text(encoding="utf-8")).get("mutant", [])
     wanted = {field.name for field in fields(Mutant)}
     for record in records:
-        if set(record) != wanted:
-            wrong = ", ".join(sorted(set(record) ^ wanted))
+        if set(record) | {"judgement"} != wanted:
+            wrong = ", ".join(sorted((set(record) | {"judgement"}) ^ wanted))
             raise MutantError(f"{path}: {record.get('name', '?')}: missing or unknown: {wrong}")
         if record["kind"] not in KINDS:
             raise MutantError(f"{path}: {record['name']}: unknown kind {record['kind']!r}")
@@ -152,19 +153,6 @@ def load(path: Path = DATA) -> list[Mutant]:
     if twice:
         raise MutantError(f"{path}: more than once: {', '.join(twice)}")
     return [Mutant(**record) for record in records]
-
-
-def sample(mutants: Sequence[Mutant], number: int) -> list[Mutant]:
-    """Return that many mutants, of as many kinds as there are, spread evenly over each kind."""
-    per_kind = [[m for m in mutants if m.kind == kind] for kind in KINDS]
-    per_kind = [found for found in per_kind if found]
-    shares = [number // len(per_kind) + (i < number % len(per_kind)) for i in range(len(per_kind))]
-    chosen = {
-        found[(2 * i + 1) * len(found) // (2 * share)]
-        for found, share in zip(per_kind, shares, strict=True)
-        for i in range(share)
-    }
-    return [m for m in mutants if m in chosen]
 
 
 def mutated(source: str, mutant: Mutant) -> str:
@@ -221,6 +209,15 @@ def mutated_tree(root: Path, mutant: Mutant) -> Iterator[Path]:
         yield folder
 
 
+def fits(mutant: Mutant, root: Path) -> bool:
+    """Whether the change can be made to a tree."""
+    try:
+        with mutated_tree(root, mutant):
+            return True
+    except MutantError:
+        return False
+
+
 # ---- what a step does and leaves -----------------------------------------------------------------
 
 
@@ -232,32 +229,26 @@ class Case:
         family: Slug.
         tags: Which of its steps.
         variant: In which setting.
-        asks: What else is asked: `asks_removal`, or nothing.
+        asks: What is done with the request.
+        num_mamba_groups: Beside a full-attention group; 0 is one Mamba manager by itself.
     """
 
     family: str
     tags: tuple[str, ...]
     variant: Variant
-    asks: str = ""
+    asks: Asks = Asks.STEP
+    num_mamba_groups: int = 0
+
+    @property
+    def manager(self) -> str:
+        """Slug of the manager whose step it is."""
+        return "coordinator" if self.num_mamba_groups else "mamba-align"
 
     @property
     def label(self) -> str:
-        """The kind of step, as one word."""
-        return "+".join((self.family, *self.tags))
-
-
-@dataclass(frozen=True)
-class Behaviour:
-    """All steps of one case of one tree.
-
-    Attributes:
-        exploration: Its paths, shown to be complete.
-        left: By path, what the step leaves: the manager's attributes, what it returned, and what it
-            gave back to the pool.
-    """
-
-    exploration: Exploration
-    left: tuple[Mapping[str, Any], ...]
+        """The kind of step, as one word, and whose it is unless it is one manager's."""
+        kind = "+".join((self.family, *self.tags))
+        return f"{self.manager}:{kind}" if self.num_mamba_groups else kind
 
 
 class _WatchedCore(Core):
@@ -267,7 +258,7 @@ class _WatchedCore(Core):
         super().__init__(root, rewrite=rewrite, overrides=BUILTINS)
         self.managers_built: list[Any] = []
         self.returned: dict[int, Any] = {}
-        self.freed: dict[int, list[Any]] = {}
+        self.told_pool: dict[int, dict[str, list[Any]]] = {}
         self._watched = self._watching(super().symbol_of("MambaManager"))
 
     def symbol_of(self, name: str) -> Any:
@@ -276,7 +267,7 @@ class _WatchedCore(Core):
 
     def forget(self) -> None:
         """Let go of the managers of an exploration that is done."""
-        for kept in (self.managers_built, self.returned, self.freed):
+        for kept in (self.managers_built, self.returned, self.told_pool):
             kept.clear()
 
     def _watching(self, manager_class: Any) -> Any:
@@ -286,16 +277,23 @@ class _WatchedCore(Core):
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 super().__init__(*args, **kwargs)
                 core.managers_built.append(self)
-                freed = core.freed[id(self)] = []
                 pool = kwargs["block_pool"]
-                take_back = pool.free_blocks
+                freed: list[Any] = []
+                moved: list[Any] = []
+                core.told_pool[id(self)] = {"freed blocks": freed, "moved hashes": moved}
+                take_back, move = pool.free_blocks, pool.move_block_hashes
 
                 def free_blocks(blocks: Any) -> None:
                     freed.append(blocks.copy())
                     take_back(blocks)
 
-                pool.free_blocks = free_blocks
+                def move_block_hashes(source: Any, target: Any) -> None:
+                    moved.append((source, target))
+                    move(source, target)
 
+                pool.free_blocks, pool.move_block_hashes = free_blocks, move_block_hashes
+
+            @wraps(manager_class.allocate_new_blocks)  # its signature is asked for
             def allocate_new_blocks(self, *args: Any, **kwargs: Any) -> Any:
                 core.returned[id(self)] = returned = super().allocate_new_blocks(*args, **kwargs)
                 return returned
@@ -305,14 +303,24 @@ class _WatchedCore(Core):
 
 
 class Lifted(LiftedTree):
-    """One tree, lifted: each case is explored once, with what its steps leave."""
+    """One tree, lifted: each case is explored once, with what its steps leave.
 
-    def __init__(self, root: Path) -> None:
+    Args:
+        root: Folder holding `vllm/`.
+        same: A tree whose groups' managers are the same, so that theirs are not explored again.
+    """
+
+    def __init__(self, root: Path, same: Lifted | None = None) -> None:
         self._core = self._watched_core = _WatchedCore(root)
         self.traits = traits_of(self._core)
         self._explored = {}
         self._left: dict[Case, tuple[Mapping[str, Any], ...]] = {}
-        self._refuted: dict[tuple[str, tuple[str, ...], str], bool] = {}
+        if same is not None:
+            self._left |= same._left
+            self._explored |= {
+                case: same._explored[case] for case in same._explored if not case[-1]
+            }
+        self._refuted: dict[tuple[Any, ...], bool] = {}
 
     def behaviour(self, case: Case) -> Behaviour:
         """Return all steps of a case.
@@ -320,9 +328,15 @@ class Lifted(LiftedTree):
         Raises:
             NotUnderstood: As :func:`models.lift.explore`.
         """
-        asks = {case.asks: True} if case.asks else {}
-        exploration = self.exploration(case.family, case.tags, case.variant, **asks)
-        return Behaviour(exploration, self._left[case])
+        exploration = self.exploration(
+            case.family,
+            case.tags,
+            case.variant,
+            asks=case.asks,
+            num_mamba_groups=case.num_mamba_groups,
+        )
+        left = self._left.get(case)
+        return Behaviour(exploration, left or tuple({} for _ in exploration.paths))
 
     def exploration(
         self,
@@ -330,16 +344,15 @@ class Lifted(LiftedTree):
         tags: tuple[str, ...],
         variant: Variant,
         *,
-        asks_gate: bool = False,
-        asks_removal: bool = False,
+        asks: Asks = Asks.STEP,
+        num_mamba_groups: int = 0,
     ) -> Exploration:
         """Explore as `LiftedTree` does, and keep what the steps leave."""
-        asks = "asks_gate" if asks_gate else "asks_removal" if asks_removal else ""
-        case = Case(family, tags, variant, asks)
+        case = Case(family, tags, variant, asks, num_mamba_groups)
         found = super().exploration(
-            family, tags, variant, asks_gate=asks_gate, asks_removal=asks_removal
+            family, tags, variant, asks=asks, num_mamba_groups=num_mamba_groups
         )
-        if case not in self._left:
+        if not num_mamba_groups and case not in self._left:
             # The last ones: some were built before, to learn how the tree's manager works.
             managers = self._watched_core.managers_built[-len(found.paths) :]
             self._left[case] = tuple(map(self._left_by, managers))
@@ -348,9 +361,11 @@ class Lifted(LiftedTree):
 
     def is_refuted(self, case: Case, theorem: str) -> bool:
         """Whether a theorem is refuted for a kind of step, in whichever setting."""
-        key = (case.family, case.tags, theorem)
+        key = (case.manager, case.family, case.tags, theorem)
         if key not in self._refuted:
-            explorations = explorations_for(self, case.family, case.tags, THEOREMS[theorem])
+            explorations = explorations_for(
+                self, case.manager, case.family, case.tags, THEOREMS[theorem]
+            )
             self._refuted[key] = any(
                 smt.Question(each.assumptions).ask(Prover(each).violation(THEOREMS[theorem])).answer
                 is smt.Answer.SAT
@@ -363,199 +378,70 @@ class Lifted(LiftedTree):
         return {
             **parts,
             "returned blocks": self._watched_core.returned.get(id(manager)),
-            "freed blocks": self._watched_core.freed[id(manager)],
+            **self._watched_core.told_pool[id(manager)],
         }
 
 
 _lifted_release = cache(Lifted)
 
 
-def cases_of(traits: Traits, function: str) -> Iterator[Case]:
+def cases_of(traits: Traits, mutant: Mutant) -> Iterator[Case]:
     """Yield the cases that a function has a part in; those likely to show a change come first.
 
-    Gates are left out: they ask the estimator what a step of the whole request asks it.
+    Gates are left out of one manager by itself: they ask its estimator what a step of the whole
+    request asks it.
     """
-    name = function.rpartition(".")[2]
+    name = mutant.function.rpartition(".")[2]
     kinds = [kind for kind in OBLIGATIONS if traits.why_not(*kind) is None]
-    removal = THEOREMS["removal-keeps-state"]
-    if name in _IN_REMOVAL:
+    if mutant.file not in _OF_THE_SUM and name in _IN_REMOVAL:
         for family, tags in kinds:
-            if removal.why_not(family) is None:
-                yield Case(family, tags, Variant(), "asks_removal")
-    if name in _ONLY_IN_REMOVAL:
-        return
+            if THEOREMS["removal-keeps-state"].why_not(family) is None:
+                yield Case(family, tags, Variant(), Asks.REMOVAL)
+        if name in _ONLY_IN_REMOVAL:
+            return
     steps = [
-        Case(*kind, variant)
+        Case(*kind, variant, asks, number)
         for kind in kinds
         if kind[0] in _ONLY_IN_STEPS_OF.get(name, kind)
         for variant in variants_of(traits, kind[0])
+        for number in _numbers_of_groups(mutant)
+        for asks in _asked(kind[0], number)
     ]
-    first = _LIKELY_FIRST.get(name, ())
-    yield from sorted(
-        steps,
-        key=lambda case: (
-            case.family not in first or "overwide" in case.tags,
-            case.variant != Variant(),
-            first.index(case.family) if case.family in first else 0,
-        ),
-    )
+    yield from sorted(steps, key=_likelihood)
 
 
-class Comparison:
-    """All steps of one case of two trees, side by side."""
-
-    def __init__(self, a: Behaviour, b: Behaviour) -> None:
-        ours, theirs = a.exploration.assumptions, b.exploration.assumptions
-        if any(ours.get(slug) is not theirs.get(slug) for slug in {*ours, *theirs}):
-            raise NotUnderstood("the two trees are not asked about the same steps")
-        self._question = smt.Question(a.exploration.assumptions)
-        pairs = itertools.product(
-            zip(a.exploration.paths, a.left, strict=True),
-            zip(b.exploration.paths, b.left, strict=True),
-        )
-        self._pairs = [
-            (_both(one[0], other[0]), one, other)
-            for one, other in pairs
-            if not _exclude_each_other(one[0], other[0])
-        ]
-
-    def tell_apart(self, differs: Callable[[_Seen, _Seen], BoolLike]) -> smt.Result:
-        """Ask for a situation in which two steps differ.
-
-        Unsat iff they agree in every step; a model is a step in which they differ.
-        """
-        return self._question.ask(
-            term.disjunction(
-                term.conjunction((both, differs(one, other)))
-                for both, one, other in self._pairs
-                if both is not False
-            )
-        )
+def _likelihood(case: Case) -> tuple[Any, ...]:
+    is_likely = case.family in _LIKELY_FIRST and "overwide" not in case.tags
+    place = _LIKELY_FIRST.index(case.family) if is_likely else len(_LIKELY_FIRST)
+    return case.num_mamba_groups, case.variant != Variant(), place
 
 
-def _both(one: PathSummary, other: PathSummary) -> BoolLike:
-    return term.conjunction((one.condition, other.condition))
+def _numbers_of_groups(mutant: Mutant) -> tuple[int, ...]:
+    """Mamba groups beside a full-attention group where the function has a part; 0 is by itself."""
+    if mutant.file in _OF_THE_SUM or mutant.function in _OF_FULL_ATTENTION:
+        return MAMBA_GROUPS
+    return (0,) if mutant.function.startswith(_OF_MAMBA) else (0, *MAMBA_GROUPS)
 
 
-def _exclude_each_other(one: PathSummary, other: PathSummary) -> bool:
-    """Whether one path decides something one way and the other the other: terms are interned."""
-    against = {id(term.negation(literal)) for literal in one.decisions}
-    return any(id(literal) in against for literal in other.decisions)
-
-
-def differs(one: _Seen, other: _Seen) -> BoolLike:
-    """Return where two steps differ in what the theorems speak of, or in what they leave."""
-    return term.disjunction((step_differs(one, other), state_differs(one, other)))
-
-
-def step_differs(one: _Seen, other: _Seen) -> BoolLike:
-    """Return where two steps differ in what is seen of them, beside what they leave."""
-    a, b = one[0].step, other[0].step
-    if a.raised != b.raised:
-        return True
-    names = ["gate", "dry_run", "estimate", "drawn", "dry_run_left_state"]
-    if a.raised is None:
-        names += ["table_length", "deferred"]
-    return _differ((getattr(a, name), getattr(b, name)) for name in names)
-
-
-def state_differs(one: _Seen, other: _Seen) -> BoolLike:
-    """Return where two steps differ in what they leave, or hand to the worker."""
-    return term.disjunction(part_differs(name)(one, other) for name in one[1])
-
-
-def part_differs(name: str) -> Callable[[_Seen, _Seen], BoolLike]:
-    """Return where two steps differ in one part of what they leave; nowhere if one raised."""
-
-    def differs(one: _Seen, other: _Seen) -> BoolLike:
-        if one[0].step.raised or other[0].step.raised:
-            return False
-        return _differ([(one[1][name], other[1][name])])
-
-    return differs
-
-
-def _differ(pairs: Iterable[tuple[Any, Any]]) -> BoolLike:
-    return term.disjunction(term.negation(_equal(a, b)) for a, b in pairs)
-
-
-def _equal(a: Any, b: Any) -> BoolLike:
-    """Whether two values of a manager are the same: numbers, terms and containers of them."""
-    if a is b:
-        return True
-    if isinstance(a, Table) or isinstance(b, Table) or _are_blocks(a, b):
-        return _same_table(*(x if isinstance(x, Table) else _as_table(x) for x in (a, b)))
-    if isinstance(a, dict) and isinstance(b, dict):
-        keys = {REQUEST} if isinstance(a, Pending) or isinstance(b, Pending) else {*a, *b}
-        return term.conjunction(_same_entry(a, b, key) for key in keys)
-    if isinstance(a, Block) and isinstance(b, Block):
-        parts = [(a.block_id, b.block_id), (a.writable, b.writable)]
-        parts += [(a._refs, b._refs), (a._hash, b._hash)]
-        return term.conjunction(_equal(*part) for part in parts)
-    if isinstance(a, BlockHash) and isinstance(b, BlockHash):
-        return _equal(a.is_of_this_step, b.is_of_this_step)
-    if a is None or b is None or a is ... or b is ...:
-        return False
-    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
-        same_length = len(a) == len(b)
-        return same_length and term.conjunction(map(_equal, a, b))
-    if isinstance(a, bool | term.Bool) and isinstance(b, bool | term.Bool):
-        return term.negation(a ^ b)
-    if isinstance(a, int | term.Int) and isinstance(b, int | term.Int):
-        return a == b
-    if isinstance(a, Members) and isinstance(b, Members):
-        return a.is_known == b.is_known and set.__eq__(a, b)
-    if isinstance(a, set | frozenset | str) and isinstance(b, set | frozenset | str):
-        return a == b
-    raise NotUnderstood(f"comparing {type(a).__name__} with {type(b).__name__}")
-
-
-def _are_blocks(a: Any, b: Any) -> bool:
-    lists = isinstance(a, list) and isinstance(b, list)
-    return lists and bool(a or b) and all(isinstance(x, Block) for x in (*a, *b))
-
-
-def _as_table(blocks: Any) -> Table:
-    if not isinstance(blocks, list) or not all(isinstance(block, Block) for block in blocks):
-        raise NotUnderstood("comparing a table with something else than blocks")
-    return Table.of(blocks)
-
-
-def _same_table(a: Table, b: Table) -> BoolLike:
-    column = term.int_var("any_column", 0)
-    same_block = _equal(a.column(column), b.column(column))
-    return term.conjunction((a.length == b.length, (column >= a.length) | same_block))
-
-
-def _same_entry(a: dict[str, Any], b: dict[str, Any], key: str) -> BoolLike:
-    (in_a, value_a), (in_b, value_b) = _entry(a, key), _entry(b, key)
-    same_presence = _equal(in_a, in_b)
-    if value_a is None and value_b is None:
-        return same_presence
-    # A value that only one of the two knows was written by one step and left alone by the other.
-    same_value = value_a is not None and value_b is not None and _equal(value_a, value_b)
-    return term.conjunction((same_presence, term.negation(in_a) | same_value))
-
-
-def _entry(mapping: dict[str, Any], key: str) -> tuple[BoolLike, Any]:
-    """Whether a key is there, and its value; an empty table counts as none."""
-    if isinstance(mapping, Pending):
-        return mapping.present, mapping.value
-    value = dict.get(mapping, key)
-    if isinstance(value, Table) and isinstance(value.length, int) and value.length == 0:
-        return False, None
-    return key in dict.keys(mapping), value
+def _asked(family: str, num_mamba_groups: int) -> tuple[Asks, ...]:
+    gate = THEOREMS["gate-covers-first-step"]
+    asks_gate = num_mamba_groups and gate.why_not(family) is None
+    return (Asks.STEP, Asks.GATE) if asks_gate else (Asks.STEP,)
 
 
 # ---- the outcome ---------------------------------------------------------------------------------
 
 
 class Outcome(str, Enum):
-    """What became of a mutant; the first three are as they should be."""
+    """What became of a mutant; only a survivor is a hole."""
 
     REFUTED = "refuted"
     MODEL_ONLY = "refuted by matches-intended alone"
+    NOT_UNDERSTOOD = "not understood"
+    """The lifter refuses the copy: verdicts are UNSUPPORTED, which is never a pass."""
     EQUIVALENT = "equivalent"
+    DOES_NOT_FIT = "does not fit"
+    """The release has no such tokens."""
     SURVIVED = "survived"
 
 
@@ -577,7 +463,7 @@ class Refutation:
     kind: str
     shown: Shown
     history: str
-    """The steps that show it, in tokens."""
+    """The step that shows it, in numbers."""
 
 
 @dataclass(frozen=True)
@@ -612,17 +498,21 @@ def judge(mutant: Mutant, root: Path) -> Judgement:
 
 
 def _judge(mutant: Mutant, release: Lifted, tree: Path) -> Judgement:
-    lifted = Lifted(tree)
+    lifted = Lifted(tree, release if mutant.file in _OF_THE_SUM else None)
     different: list[Case] = []
     doubts: dict[str, list[str]] = {}
+    refused: dict[str, list[str]] = {}
     by_model: Refutation | None = None
-    for case in cases_of(release.traits, mutant.function):
+    for case in cases_of(release.traits, mutant):
+        if any(case.label in labels for labels in refused.values()):
+            continue  # another setting of it adds nothing
         try:
             behaviour = lifted.behaviour(case)
             if is_same(release.behaviour(case), behaviour):
                 continue
         except NotUnderstood as error:
-            doubts.setdefault(str(error).replace(f"{tree}/", ""), []).append(case.label)
+            kept = doubts if isinstance(error, MaybeMissingPaths | NotComparable) else refused
+            kept.setdefault(str(error).replace(f"{tree}/", ""), []).append(case.label)
             continue
         different.append(case)
         found = _first_broken(release, behaviour.exploration, case)
@@ -634,6 +524,8 @@ def _judge(mutant: Mutant, release: Lifted, tree: Path) -> Judgement:
         by_model = by_model or broken
     if by_model is not None:
         return Judgement(mutant, Outcome.MODEL_ONLY, by_model)
+    if refused:
+        return Judgement(mutant, Outcome.NOT_UNDERSTOOD, None, _notes(refused))
     if different:  # the first one in detail: the questions are many, and some are hard
         first, *others = different
         for doubt in difference(release.behaviour(first), lifted.behaviour(first)):
@@ -641,46 +533,40 @@ def _judge(mutant: Mutant, release: Lifted, tree: Path) -> Judgement:
         also = dict.fromkeys(case.label for case in others if case.label != first.label)
         if also:
             doubts.setdefault("not shown to be the same", []).extend(also)
-    notes = tuple(f"{', '.join(dict.fromkeys(kinds))}: {doubt}" for doubt, kinds in doubts.items())
-    return Judgement(mutant, Outcome.SURVIVED if notes else Outcome.EQUIVALENT, None, notes)
+    outcome = Outcome.SURVIVED if doubts else Outcome.EQUIVALENT
+    return Judgement(mutant, outcome, None, _notes(doubts))
+
+
+def _notes(found: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    return tuple(f"{', '.join(dict.fromkeys(kinds))}: {what}" for what, kinds in found.items())
 
 
 def _first_broken(
     release: Lifted, exploration: Exploration, case: Case
 ) -> tuple[str, Counterexample] | None:
     """The first theorem that the mutant breaks and the release keeps; the model's is the last."""
-    prover = Prover(exploration)
-    for slug in sorted(THEOREMS, key=lambda slug: slug == MODEL_THEOREM):
-        theorem = THEOREMS[slug]
-        is_about = theorem.why_not(case.family) is None
-        is_about &= release.traits.why_not(case.family, case.tags, slug) is None
-        if (
-            is_about
-            and not theorem.asks_gate
-            and theorem.asks_removal == (case.asks == "asks_removal")
-        ):
-            counterexample = prover.settle(theorem).counterexample
-            if counterexample is not None and not release.is_refuted(case, slug):
+    prover, slugs = Prover(exploration), _theorems_of(release, case)
+    any_broken = term.disjunction(prover.violation(THEOREMS[slug]) for slug in slugs)
+    if smt.Question(exploration.assumptions).ask(any_broken).answer is smt.Answer.UNSAT:
+        return None
+    for slug in slugs:
+        if not release.is_refuted(case, slug):
+            counterexample = prover.settle(THEOREMS[slug]).counterexample
+            if counterexample is not None:
                 return slug, counterexample
     return None
 
 
-def is_same(a: Behaviour, b: Behaviour) -> bool:
-    """Whether it is proved that two trees' steps are the same."""
-    return Comparison(a, b).tell_apart(differs).answer is smt.Answer.UNSAT
-
-
-def difference(a: Behaviour, b: Behaviour) -> list[str]:
-    """Return in what two trees' steps that are not shown to be the same may differ."""
-    comparison, found = Comparison(a, b), []
-    step = comparison.tell_apart(step_differs)
-    if step.answer is not smt.Answer.UNSAT:
-        found.append(f"another step ({step.reason or 'shown by a model'})")
-    for name in a.left[0]:
-        result = comparison.tell_apart(part_differs(name))
-        if result.answer is not smt.Answer.UNSAT:
-            found.append(f"leaves other {name} ({result.reason or 'shown by a model'})")
-    return found
+def _theorems_of(release: Lifted, case: Case) -> list[str]:
+    """Theorems about a case, the model's last."""
+    return [
+        slug
+        for slug, theorem in sorted(THEOREMS.items(), key=lambda item: item[0] == MODEL_THEOREM)
+        if case.manager in theorem.managers
+        and theorem.asks is case.asks
+        and theorem.why_not(case.family) is None
+        and release.traits.why_not(case.family, case.tags, slug) is None
+    ]
 
 
 # ---- the changed code, run natively --------------------------------------------------------------
@@ -690,7 +576,8 @@ def _refutation(
     lifted: Lifted, tree: Path, case: Case, theorem: str, found: Counterexample
 ) -> Refutation:
     """Replay a counterexample, made a scenario, on the changed code itself."""
-    obligation = Obligation(case.family, case.tags, theorem, Verdict.REFUTED, (), 0.0, found)
+    of_case = case.manager, case.family, case.tags, theorem
+    obligation = Obligation(*of_case, Verdict.REFUTED, (), 0.0, found)
     shown, history = Shown.NOT, ""
     try:
         scenario = refutation(_TARGET, obligation, found, {_TARGET: lifted})
@@ -700,39 +587,8 @@ def _refutation(
     if seen.theorem_holds is False:
         reproduced = seen.outcome is ReplayOutcome.REPRODUCED
         shown = Shown.AS_PREDICTED if reproduced else Shown.OTHERWISE
-        history = _history(scenario)
+        history = counterexample_line(to_json(scenario), _TARGET)
     return Refutation(theorem, case.label, shown, history)
-
-
-def _history(scenario: Scenario) -> str:
-    g = scenario.geometry
-    sizes = [f"B={g.block_size}", f"H={g.hash_block_size}", f"S={g.num_speculative_blocks}"]
-    sizes.append(f"K={g.num_prefill_checkpoint_blocks}")
-    if g.prefill_checkpoint_alignment != 1:
-        sizes.append(f"alignment={g.prefill_checkpoint_alignment}")
-    if g.drop_eagle_checkpoint_block:
-        sizes.append("EAGLE")
-    if scenario.steps[-1].call.prefill_end:
-        sizes.append(f"prefill_end={scenario.steps[-1].call.prefill_end}")
-    return f"{' '.join(sizes)}: {', '.join(map(_chunk, scenario.steps))}"
-
-
-def _chunk(step: ScenarioStep) -> str:
-    call = step.call
-    parts = ["preempted"] if step.preempted else []
-    if step.num_hit_blocks:
-        evictable = " evictable" if step.hit_is_evictable else ""
-        parts.append(f"hit {call.num_local_computed_tokens}{evictable}")
-    if step.num_external_tokens:
-        parts.append(f"external {step.num_external_tokens}")
-    if step.loads_asynchronously:
-        parts.append("parked")
-    if step.owns_partial_tail:
-        parts.append("own tail")
-    lookahead = call.num_tokens - call.num_tokens_main_model
-    ahead = f" (+{lookahead})" if lookahead else ""
-    chunk = f"{call.total_computed_tokens}→{call.num_tokens_main_model}{ahead}"
-    return " ".join((*parts, chunk))
 
 
 # ---- results -------------------------------------------------------------------------------------
@@ -741,23 +597,30 @@ def _chunk(step: ScenarioStep) -> str:
 def judge_all(
     mutants: Sequence[Mutant], root: Path, *, jobs: int, on_progress: Callable[[str], None]
 ) -> list[Judgement]:
-    """Judge mutants side by side; the results come in the order of the mutants."""
+    """Judge mutants side by side; the results come in the order of the mutants.
+
+    A mutant that does not fit the tree is said to be so, and not judged.
+    """
     # A process per mutant: terms are interned, and what a solver is able to say may depend on the
     # order in which they came up. Where processes are forked, they share what is explored here.
     release = _lifted_release(root)
-    cases = (case for mutant in mutants for case in cases_of(release.traits, mutant.function))
+    fitting = [mutant for mutant in mutants if fits(mutant, root)]
+    cases = (case for mutant in fitting for case in cases_of(release.traits, mutant))
     for case in dict.fromkeys(cases):
         release.behaviour(case)
+        for slug in _theorems_of(release, case):
+            release.is_refuted(case, slug)
     judged: dict[str, Judgement] = {}
     with multiprocessing.Pool(jobs, maxtasksperchild=1) as pool:
-        for found in pool.imap_unordered(partial(judge, root=root), mutants):
+        for found in pool.imap_unordered(partial(judge, root=root), fitting):
             judged[found.mutant.name] = found
-            done = f"{len(judged)}/{len(mutants)}"
+            done = f"{len(judged)}/{len(fitting)}"
             on_progress(
                 f"{done} {found.mutant.name}: {found.outcome.value} {_by(found)} "
                 f"({found.seconds:.1f} s)"
             )
-    return [judged[mutant.name] for mutant in mutants]
+    unfit = partial(Judgement, outcome=Outcome.DOES_NOT_FIT)
+    return [judged.get(mutant.name) or unfit(mutant) for mutant in mutants]
 
 
 def counts(judged: Sequence[Judgement]) -> dict[str, int]:
@@ -768,8 +631,10 @@ def counts(judged: Sequence[Judgement]) -> dict[str, int]:
         "mutants": len(judged),
         "refuted by a theorem other than matches-intended": of[Outcome.REFUTED],
         "refuted by matches-intended alone": of[Outcome.MODEL_ONLY],
+        "not understood: the verdict is UNSUPPORTED": of[Outcome.NOT_UNDERSTOOD],
         "proved equivalent": of[Outcome.EQUIVALENT],
         "survived": of[Outcome.SURVIVED],
+        "do not fit the release": of[Outcome.DOES_NOT_FIT],
         "refuted mutants whose code, run natively, shows it as predicted": shown[
             Shown.AS_PREDICTED
         ],
@@ -795,50 +660,61 @@ def _by(found: Judgement) -> str:
     )
 
 
-def page(judged: Sequence[Judgement], release: str) -> str:
-    """Return the results as a page."""
+def page(results: Mapping[str, Sequence[Judgement]]) -> str:
+    """Return the results of one or more releases as a page."""
     lines = [
         "# Mutants",
         "",
         "Written by `make mutants`; do not edit.",
         "",
-        f"Each row is one change of a few tokens to vLLM {release}, made to a copy of its core and",
+        "Each row is one change of a few tokens to vLLM, made to a copy of a release's core and",
         "proved like any tree. A mutant is **refuted** when a theorem that is not refuted for the",
-        "release is refuted for the copy; the first one that is found is named, with its kind of",
-        "step. `matches-intended` compares with the project's own model, so mutants that nothing",
-        "else refutes are counted apart. A mutant is **equivalent** when the solver shows, for",
-        "every kind of step that the function has a part in, in every setting, that estimate, dry",
-        "run, blocks drawn, exceptions, block table, returned and freed blocks and every other",
-        "part of the manager's state are the release's. Anything else has **survived**: it is a",
-        "hole in the theorems.",
+        "release is refuted for the copy; the first one found is named, with its kind of step.",
+        "`matches-intended` compares with the project's own model, so mutants that nothing else",
+        "refutes are counted apart. A mutant is **not understood** when the lifter refuses the",
+        "copy: its verdicts are UNSUPPORTED, never a pass. It is **equivalent** when the solver",
+        "shows, for every kind of step that the function has a part in, in every setting, that",
+        "estimate, dry run, blocks drawn, exceptions, block table, returned and freed blocks and",
+        "every other part of the manager's state are the release's; of several groups: that the",
+        "same requests are refused, and for the others gate, dry run, estimate, blocks drawn and",
+        "tables' lengths are the same. Anything else has **survived**: it is a hole in the",
+        "theorems, whatever the judgement beside it says. The counterexample is also run on the",
+        "changed code itself, without a solver.",
         "",
-        "The counterexample is also run on the changed code itself, without a solver: an",
-        "admission and then the step.",
-        "",
-        "| count | of |",
-        "|--:|---|",
-        *(f"| {number} | {what} |" for what, number in counts(judged).items()),
-        "",
+        *(line for release, judged in results.items() for line in _section(release, judged)),
     ]
+    return "\n".join(lines)
+
+
+def _section(release: str, judged: Sequence[Judgement]) -> Iterator[str]:
+    yield from (f"## vLLM {release}", "", "| count | of |", "|--:|---|")
+    yield from (f"| {number} | {what} |" for what, number in counts(judged).items())
+    yield ""
     survivors = [found for found in judged if found.outcome is Outcome.SURVIVED]
     if survivors:
-        lines += ["## Survivors", ""]
+        yield from ("### Survivors", "")
         for found in survivors:
-            lines += [f"- `{found.mutant.name}`: {found.mutant.breaks}."]
-            lines += [f"  - {note}" for note in found.notes]
-        lines.append("")
-    lines += [
-        "## All",
+            yield f"- `{found.mutant.name}`: {found.mutant.breaks}."
+            if found.mutant.judgement:
+                yield f"  - **Judgement:** {found.mutant.judgement}."
+            yield from (f"  - {note}" for note in found.notes)
+        yield ""
+    unfit = [f"`{j.mutant.name}`" for j in judged if j.outcome is Outcome.DOES_NOT_FIT]
+    if unfit:
+        yield from (f"### Does not fit {release}", "", ", ".join(unfit), "")
+    yield from (
+        "### All",
         "",
         "| mutant | function | kind | breaks | outcome | by | run natively |",
         "|---|---|---|---|---|---|---|",
-    ]
+    )
     for found in judged:
-        mutant = found.mutant
-        function = mutant.function.rpartition(".")[2]
-        cells = (f"`{mutant.name}`", f"`{function}`", mutant.kind, mutant.breaks)
-        lines.append(f"| {' | '.join((*cells, found.outcome.value, _by(found), _native(found)))} |")
-    return "\n".join(lines) + "\n"
+        if found.outcome is not Outcome.DOES_NOT_FIT:
+            mutant = found.mutant
+            function = mutant.function.rpartition(".")[2]
+            cells = (f"`{mutant.name}`", f"`{function}`", mutant.kind, mutant.breaks)
+            yield f"| {' | '.join((*cells, found.outcome.value, _by(found), _native(found)))} |"
+    yield ""
 
 
 def _native(found: Judgement) -> str:
@@ -851,9 +727,8 @@ def _native(found: Judgement) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the script; return its exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--sample", type=int, metavar="N", help="only N mutants of all kinds")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N")
-    parser.add_argument("--release", default=RELEASE, metavar="X.Y.Z")
+    parser.add_argument("--release", action="append", metavar="X.Y.Z", help=f"default {RELEASE}")
     parser.add_argument("--only", action="append", default=[], metavar="NAME")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the page of results")
     options = parser.parse_args(arguments)
@@ -864,22 +739,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise MutantError(f"no mutant is called {', '.join(unknown)}")
         if options.only:
             mutants = [mutant for mutant in mutants if mutant.name in options.only]
-        if options.sample is not None:
-            mutants = sample(mutants, options.sample)
-        started = time.perf_counter()
-        judged = judge_all(
-            mutants,
-            resolve(f"vllm=={options.release}").root,
-            jobs=options.jobs,
-            on_progress=lambda line: print(line, file=sys.stderr, flush=True),
-        )
+        roots = {name: resolve(f"vllm=={name}").root for name in options.release or [RELEASE]}
+        for mutant in mutants if RELEASE in roots else ():
+            with mutated_tree(roots[RELEASE], mutant):
+                pass  # what is made for a release has to fit it
     except (MutantError, TargetError) as error:
         print(f"mutants: {error}", file=sys.stderr)
         return 2
-    print("\n".join(plain_lines(judged)))
-    print(f"{time.perf_counter() - started:.0f} s, {options.jobs} at a time", file=sys.stderr)
-    if options.write is not None:
-        options.write.write_text(page(judged, options.release), encoding="utf-8")
+    results: dict[str, list[Judgement]] = {}
+    for name, root in roots.items():
+        started = time.perf_counter()
+        results[name] = judge_all(
+            mutants,
+            root,
+            jobs=options.jobs,
+            on_progress=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+        print("\n".join((f"vLLM {name}", *plain_lines(results[name]))))
+        seconds = time.perf_counter() - started
+        print(f"{name}: {seconds:.0f} s, {options.jobs} at a time", file=sys.stderr, flush=True)
+        if options.write is not None:
+            options.write.write_text(page(results), encoding="utf-8")
+    judged = itertools.chain.from_iterable(results.values())
     return int(any(found.outcome is Outcome.SURVIVED for found in judged))
 
 
