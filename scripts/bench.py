@@ -233,6 +233,16 @@ def stages(target: str, count: int) -> list[list[str]]:
     return [[name, str(part), f"{100 * part.median / total:.0f} %"] for name, part in rows]
 
 
+def growth(target: str) -> list[list[str]]:
+    """Return paths and seconds of a proof for more and more speculative blocks and groups."""
+    rows = worker("growth", resolve(target).root)
+    return [
+        [f"`{row['family']}`", row["what"], str(row["paths"])]
+        + [f"{row[part]:.2f} s" for part in ("exploring", "total")]
+        for row in rows
+    ]
+
+
 def ablations() -> list[list[str]]:
     """Return what each idea brought: the same proofs with it switched off."""
     root, rows = resolve(FIXED).root, []
@@ -323,6 +333,13 @@ def sections(options: argparse.Namespace) -> Iterator[str]:
     yield "## Where the lifted prover's time goes"
     yield f"All obligations of {targets[-1]}, processor time; processes: {processes}."
     yield table(["part", "median (least to greatest)", "share"], stages(targets[-1], processes))
+    yield "## Growth with S, K and the number of groups"
+    yield (
+        f"The theorems about a step, {targets[-1]}, one setting, processor time, one process. Of "
+        "several groups: what is done beyond exploring the align-mode manager once; two groups are "
+        "a full-attention group and a Mamba group."
+    )
+    yield table(["kind of step", "", "paths", "exploring", "and settling"], growth(targets[-1]))
     if options.ablations:
         yield "## What helped, and by how much"
         yield (

@@ -3,6 +3,7 @@
     python scripts/bench_workers.py stages ROOT               where a lifted proof spends its time
     python scripts/bench_workers.py beside ROOT RELEASE SEED  lifted proof, then the hand encoding
     python scripts/bench_workers.py replay ROOT TIER          steps per second on the real manager
+    python scripts/bench_workers.py growth ROOT               a proof by S, K and number of groups
     python scripts/bench_workers.py ideas                     what can be switched off
     python scripts/bench_workers.py without IDEA ROOT SEED    a proof with one idea switched off
 
@@ -76,7 +77,7 @@ def stages(root: Path) -> dict[str, Any]:
     """Prove everything once; return seconds by stage."""
     watch = Stopwatch()
     watch.watch("loading the tree", models.predict, "lifted_core")
-    watch.watch("running its code on terms", lift, "_run")
+    watch.watch("running its code on terms", lift, "run_along")
     watch.watch("translating terms for the solver", smt._Encoder, "formula")
     watch.watch("solving", z3.Solver, "check")
     watch.watch("reading models back", smt._Encoder, "values")
@@ -116,6 +117,45 @@ def beside(root: Path, release: str, seed: int) -> dict[str, Any]:
 
 
 # ---- replay --------------------------------------------------------------------------------------
+
+
+#: Kinds of step that growth is measured on: many paths, and hits, without a checkpoint and with.
+GROWING = (("running", ()), ("external-sync", ()), ("checkpoint", ()))
+
+
+def growth(root: Path) -> list[dict[str, Any]]:
+    """Settle the theorems of a step for more and more: paths and seconds of each."""
+    rows = []
+    core = lift.lifted_core(root)
+    for family, tags in GROWING:
+        for what, explored in (
+            *((f"S {s}", partial(_explored, core, family, tags, Variant(), s)) for s in (0, 4, 8)),
+            ("S 0 to 8", partial(_explored, core, family, tags, Variant(), None)),
+            *(
+                (f"K {k}", partial(lift.explore, core, family, tags, checkpoint_blocks=k))
+                for k in ((0, 1) if family != "checkpoint" else (1,))
+            ),
+        ):
+            rows.append({"family": family, "what": what, **_settled(explored, "mamba-align")})
+        lifted = LiftedTree(root)
+        lifted.exploration(family, tags, Variant())  # what several groups are made from
+        for number in range(1, 5):
+            explored = partial(lifted.exploration, family, tags, Variant(), num_mamba_groups=number)
+            what = f"{1 + number} groups"
+            rows.append({"family": family, "what": what, **_settled(explored, "coordinator")})
+    return rows
+
+
+def _settled(explored: Callable[[], Exploration], manager: str) -> dict[str, Any]:
+    """Explore, and settle the theorems of a step of a manager that need no other exploration."""
+    started = time.process_time()
+    exploration = explored()
+    prover, exploring = Prover(exploration), time.process_time() - started
+    for theorem in THEOREMS.values():
+        if manager in theorem.managers and theorem.asks is Asks.STEP:
+            prover.settle(theorem)
+    total = time.process_time() - started
+    return {"paths": len(exploration.paths), "exploring": exploring, "total": total}
 
 
 def replay_rate(root: Path, tier: str) -> dict[str, float]:
@@ -490,6 +530,7 @@ def main() -> None:
         "stages": lambda root: stages(Path(root)),
         "beside": lambda root, release, seed: beside(Path(root), release, int(seed)),
         "replay": lambda root, tier: replay_rate(Path(root), tier),
+        "growth": lambda root: growth(Path(root)),
         "ideas": ideas,
         "without": lambda idea, root, seed: without(idea, Path(root), int(seed)),
     }[kind](*arguments)
