@@ -313,7 +313,7 @@ class Lifted(LiftedTree):
     def __init__(self, root: Path, same: Lifted | None = None) -> None:
         self._core = self._watched_core = _WatchedCore(root)
         self.traits = traits_of(self._core)
-        self._explored = {}
+        self._explored, self._parts = {}, {}
         self._left: dict[Case, tuple[Mapping[str, Any], ...]] = {}
         if same is not None:
             self._left |= same._left

@@ -28,7 +28,7 @@ from models.loader import CORE_MODULES, Core, CoreError
 from models.predict import LiftedTree
 from models.prove import Prover, Verdict, in_numbers, prove
 from models.traits import Traits, traits_of
-from spec.theorems import ADMISSIONS, OBLIGATIONS, THEOREMS
+from spec.theorems import ADMISSIONS, OBLIGATIONS, THEOREMS, Asks
 from spec.vocabulary import Call, Geometry, Situation
 
 MANAGERS_FILE = "vllm/v1/core/single_type_kv_cache_manager.py"
@@ -162,7 +162,7 @@ def test_the_gate_is_asked_as_the_real_one(
 ) -> None:
     """What the full-sequence gate is told in a lifted step is what the release's own says."""
     tree = lifted_trees[release]
-    exploration = tree.exploration(family, (), Variant(), asks_gate=True)
+    exploration = tree.exploration(family, (), Variant(), asks=Asks.GATE)
 
     check_paths(drivers[release], exploration)
     assert check_near(drivers[release], exploration, f"{release} {family}", of=200) >= 10
