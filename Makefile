@@ -32,14 +32,14 @@ gen-tests: $(PROVE) ## write generated_tests/ anew
 
 conformance: $(TEST) ## run generated_tests/ on the real managers, both tiers
 	$(BIN)/capproof conform --tier core -- -n logical
-	$(BIN)/capproof conform --tier vllm
+	$(BIN)/capproof conform --tier vllm -- -n logical
 
 # `make conformance` runs the vllm tier on the other default targets as well.
 test: check ## everything that CI runs
 	$(BIN)/capproof gen-tests --check
 	$(BIN)/python -m pytest -n logical
 	$(BIN)/capproof conform --tier core -- -n logical
-	$(BIN)/capproof conform --tier vllm --target $(NEWEST)
+	$(BIN)/capproof conform --tier vllm --target $(NEWEST) -- -n logical
 
 coverage: $(TEST) ## lines and branches that the tests reach
 	$(BIN)/python -m pytest -n logical --cov --cov-report=term
