@@ -21,7 +21,7 @@ from conformance.scenario import MAX_SLUG_LENGTH, Expect, Prediction, Scenario, 
 from models import intended, smt, term
 from models.evaluate import Evaluator
 from models.lift import Exploration, PathSummary, Variant
-from models.predict import LiftedTree, after, manager_of, obligation_of, violated
+from models.predict import LiftedTree, after, obligation_of, violated
 from models.prove import (
     Counterexample,
     Obligation,
@@ -31,7 +31,7 @@ from models.prove import (
 )
 from models.term import BoolLike
 from models.traits import Traits
-from spec.assumptions import SPECULATIVE_BLOCKS
+from spec.assumptions import MAMBA_GROUPS, SPECULATIVE_BLOCKS
 from spec.families import (
     checkpoint_column,
     checkpoint_position,
@@ -41,7 +41,7 @@ from spec.families import (
     tags_of,
 )
 from spec.logic import cdiv, choose, count, negation
-from spec.theorems import THEOREMS
+from spec.theorems import THEOREMS, manager_of
 from spec.vocabulary import Call, Geometry, Situation, Step
 
 #: The longest prompt that edges go up to, in tokens: vLLM #57050's `--max-model-len`.
@@ -613,7 +613,7 @@ def paths_and_edges(
             where = f"{'-'.join((family, *tags))} in {target}"
             take(exploration, f"{where}{_setting(variant)}", with_edges=with_edges)
             has_hits = not isinstance(exploration.situation.num_hit_blocks, int)
-            for groups in ((1, 2) if has_hits else (1,)) if is_plain else ():
+            for groups in (MAMBA_GROUPS if has_hits else MAMBA_GROUPS[:1]) if is_plain else ():
                 joined = tree.exploration(family, tags, variant, num_mamba_groups=groups)
                 of_groups = f"{where} with {1 + groups} groups"
                 take(joined, of_groups, with_edges=False)

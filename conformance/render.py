@@ -175,7 +175,8 @@ def _file(
     manager, family = scenarios[0].manager, scenarios[0].family
     tested = dict(_tested(manager, family, scenarios))
     left_out = dict(_left_out(manager, family, tested))
-    tests = [_test(slug, suite, marker, has_groups=manager == "coordinator") for slug in tested]
+    has_groups = manager == "coordinator"
+    tests = [_test(slug, suite, marker, has_groups=has_groups) for slug in tested]
     rows = [
         {
             "name": scenario.name,
@@ -190,7 +191,7 @@ def _file(
         "family_sentence": FAMILIES[family].sentence,
         "manager": manager,
         "manager_sentence": MANAGERS[manager],
-        "columns": _columns(has_groups=manager == "coordinator"),
+        "columns": _columns(has_groups=has_groups),
         "solver": solver,
         "verdicts": list(_verdict_lines(marker.verdicts, suite)),
         "left_out": [f"No test of {slug}: {reason}." for slug, reason in left_out.items()],

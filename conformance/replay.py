@@ -35,7 +35,7 @@ from conformance.scenario import (
 )
 from conformance.steps import Applied, applied, how_it_ended
 from spec.families import family_of
-from spec.theorems import THEOREMS, Need, Pool, Theorem
+from spec.theorems import THEOREMS, Need, Pool, Theorem, manager_of
 from spec.vocabulary import Situation, Step
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
@@ -209,8 +209,7 @@ def _says_something(theorem: Theorem, situation: Situation, step: Step, need: in
 
 
 def _is_about(theorem: Theorem, situation: Situation) -> bool:
-    manager = "coordinator" if situation.num_mamba_groups else "mamba-align"
-    return manager in theorem.managers and (
+    return manager_of(situation) in theorem.managers and (
         not theorem.families or theorem.why_not(family_of(situation)) is None
     )
 

@@ -16,13 +16,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from spec.theorems import MAMBA_GROUPS_OF, MANAGERS
 from spec.vocabulary import Call, Geometry
 
 SCHEMA = 1
 
-#: Slugs of the managers that a scenario may name, and how many Mamba groups each has beside a
-#: full-attention group; one that is asked by itself has none.
-MANAGERS: dict[str, tuple[int, ...]] = {"mamba-align": (0,), "coordinator": (1, 2)}
 
 #: Integers beyond this are refused: JSON readers elsewhere hold numbers as doubles.
 MAX_INT = 2**53
@@ -363,8 +361,8 @@ def _parse_scenario(field: _Field) -> Scenario:
     )
     manager = _parse_manager(content["manager"])
     num_mamba_groups = content.get("num_mamba_groups", _Field(0)).integer()
-    if num_mamba_groups not in MANAGERS[manager]:
-        known = " or ".join(map(str, MANAGERS[manager]))
+    if num_mamba_groups not in MAMBA_GROUPS_OF[manager]:
+        known = " or ".join(map(str, MAMBA_GROUPS_OF[manager]))
         reason = f"{num_mamba_groups} Mamba groups; {manager} has {known}"
         raise content.get("num_mamba_groups", field).refuse(reason)
     steps = content["steps"].items()

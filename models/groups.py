@@ -48,7 +48,7 @@ from spec.theorems import Asks
 from spec.vocabulary import Situation, Step
 
 #: Blocks in a pool that refuses nothing.
-LARGE_POOL = 2**60
+_LARGE_POOL = 2**60
 #: Variables of a Mamba group that may differ in the ones behind the first.
 _OF_OTHER_GROUPS: Mapping[str, Callable[[], Any]] = {
     "hit_is_evictable": partial(term.bool_var, "other_hits_are_evictable"),
@@ -196,7 +196,7 @@ def explore_groups(
         situation,
         assumptions,
         (*joined, PathSummary(refused, nothing)),
-        tuple(_on_a_large_pool(sample, situation) for sample in mamba.samples),
+        tuple({**sample, **on_a_large_pool(situation, sample)} for sample in mamba.samples),
         tuple(dict.fromkeys((*mamba.core, *attention.core, *slots.core))),
         (*mamba.built_in, *_built_in(situation)),
     )
@@ -273,16 +273,19 @@ def _assumptions(situation: Situation, traits: Traits, *, asks_gate: bool) -> di
     return {slug: formula for slug, formula in found.items() if formula is not True}
 
 
-def _on_a_large_pool(sample: Mapping[str, Any], situation: Situation) -> Mapping[str, Any]:
-    """A sample of one manager as one of several groups, none of whose steps is refused."""
-    evaluator = Evaluator(sample)
-    tokens = (situation.call.num_tokens, situation.num_request_tokens)
+def on_a_large_pool(situation: Situation, sample: Mapping[str, Any] = {}) -> Mapping[str, int]:
+    """Return the coordinator's variables in a step that is not refused, by name.
+
+    Args:
+        situation: What is asked: in numbers, or as terms of the sample.
+        sample: Value by variable.
+    """
+    number, call = Evaluator(sample).number, situation.call
     return {
-        **sample,
-        "free_blocks": LARGE_POOL - 1,
-        "num_gpu_blocks": LARGE_POOL,
-        "max_model_len": max(map(evaluator.number, tokens)),
-        "retention_interval": int(evaluator.number(situation.call.prefill_end) == 0),
+        "free_blocks": _LARGE_POOL - 1,
+        "num_gpu_blocks": _LARGE_POOL,
+        "max_model_len": max(number(call.num_tokens), number(situation.num_request_tokens)),
+        "retention_interval": int(number(call.prefill_end) == 0),
     }
 
 

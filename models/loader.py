@@ -47,7 +47,6 @@ CORE_MODULES = frozenset(
         "vllm.v1.core.kv_cache_metrics",
         "vllm.v1.hisparse.block_pool",
         "vllm.v1.kv_cache_spec_registry",
-        "vllm.v1.request",
     }
 )
 

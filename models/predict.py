@@ -9,14 +9,21 @@ from typing import Any
 
 from models import intended
 from models.evaluate import Evaluator
-from models.groups import LARGE_POOL, explore_groups
+from models.groups import explore_groups, on_a_large_pool
 from models.lift import Exploration, Found, Variant, explore, lifted_core, summary_of, variants_of
 from models.prove import in_numbers
 from models.traits import Traits, traits_of
-from spec.assumptions import MAMBA_GROUPS
 from spec.families import family_of, is_overwide, reserves_checkpoint
 from spec.logic import cdiv, greatest
-from spec.theorems import OBLIGATIONS, THEOREMS, Asks, Need, Pool
+from spec.theorems import (
+    MAMBA_GROUPS_OF,
+    OBLIGATIONS,
+    THEOREMS,
+    Asks,
+    Need,
+    Pool,
+    manager_of,
+)
 from spec.vocabulary import Situation, Step
 
 
@@ -89,7 +96,7 @@ class LiftedTree:
         return [
             self.exploration(family, tags, variant, asks=asks, num_mamba_groups=number)
             for variant in ((Variant(),) if is_removal else variants_of(self.traits, family))
-            for number in (MAMBA_GROUPS if manager == "coordinator" else (0,))
+            for number in MAMBA_GROUPS_OF[manager]
         ]
 
     def explorations(self) -> Iterator[tuple[str, tuple[str, ...], Variant, Exploration]]:
@@ -210,10 +217,7 @@ def _values_of_groups(situation: Situation) -> Mapping[str, Any]:
         "num_excess_attention_columns": excess if situation.table_length else 0,
         "num_evictable_attention_hits": situation.num_evictable_attention_hits,
         "other_hits_are_evictable": situation.other_hits_are_evictable,
-        "retention_interval": int(situation.call.prefill_end == 0),
-        "max_model_len": max(situation.call.num_tokens, situation.num_request_tokens),
-        "free_blocks": LARGE_POOL - 1,
-        "num_gpu_blocks": LARGE_POOL,
+        **on_a_large_pool(situation),
     }
 
 
@@ -233,11 +237,6 @@ def violated(situation: Situation, step: Step, traits: Traits) -> tuple[str, ...
         and traits.why_not(family, tags, slug) is None
         and not theorem.holds(situation, step, pool, need)
     )
-
-
-def manager_of(situation: Situation) -> str:
-    """Return the manager whose step this is."""
-    return "coordinator" if situation.num_mamba_groups else "mamba-align"
 
 
 def _attention_columns_after(situation: Situation) -> int:

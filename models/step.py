@@ -165,10 +165,6 @@ class ManagerRun:
         """Return the request's block table."""
         return _as_table(self.manager.req_to_blocks[REQUEST])
 
-    def step(self) -> Step:
-        """One step, in the order of `KVCacheManager.allocate_slots`."""
-        raise NotImplementedError
-
     def failed(self, error: Exception) -> Step:
         """What was seen until ``error`` ended the step."""
         return Step(

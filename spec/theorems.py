@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from spec.assumptions import MAMBA_GROUPS
 from spec.families import (
     adopts_partial_hit,
     checkpoint_column,
@@ -97,7 +98,14 @@ MANAGERS: dict[str, str] = {
     "coordinator": "KVCacheManager.allocate_slots over a full-attention group and one or two Mamba "
     "groups that share a pool.",
 }
+#: Mamba groups beside a full-attention group, by manager; one that is asked by itself has none.
+MAMBA_GROUPS_OF: dict[str, tuple[int, ...]] = {"mamba-align": (0,), "coordinator": MAMBA_GROUPS}
 _EACH_MANAGER = tuple(MANAGERS)
+
+
+def manager_of(s: Situation) -> str:
+    """Return the manager whose step a situation is."""
+    return "coordinator" if s.num_mamba_groups else "mamba-align"
 
 
 @dataclass(frozen=True)
