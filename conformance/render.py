@@ -109,6 +109,15 @@ RELATIONS: dict[str, Relation] = {
         ),
         "last_of(request, steps, exactly_the_estimate=True, reserved_blocks=4)",
     ),
+    "admission-fits-whole": Relation(
+        "request_is_let_pass_exactly_where_what_the_gate_asks_for_is_free",
+        (
+            "# Exactly the estimate was free when the gate was asked.",
+            _COMPLETED,
+            "assert step.refused == (step.gate > step.estimate)",
+        ),
+        "last_of(request, steps, exactly_the_estimate=True)",
+    ),
     "gate-covers-first-step": Relation(
         "gate_asks_for_at_least_what_the_first_step_draws",
         (_COMPLETED, "assert step.drawn <= step.gate"),

@@ -35,7 +35,7 @@ from conformance.scenario import (
 )
 from conformance.steps import Applied, applied, how_it_ended
 from spec.families import family_of
-from spec.theorems import THEOREMS, Need, Pool, Theorem, manager_of
+from spec.theorems import THEOREMS, Need, Pool, Theorem, least_pool, manager_of
 from spec.vocabulary import Situation, Step
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
@@ -180,18 +180,13 @@ def _failed_early(scenario: Scenario, seen: Sequence[StepSeen]) -> str | None:
     return f"step {len(seen)} ({seen[-1].why}) already {how_it_ended(seen[-1].step)}"
 
 
-def _least_pool(step: Step) -> Pool:
-    """The least pool that passes the check, which is what `NEED_EXACT_POOL` is about."""
-    return Pool(max(step.estimate or 0, 0), 0, 0)
-
-
 def _violated(situation: Situation, step: Step, need: int | None) -> tuple[str, ...]:
-    pool, needed = _least_pool(step), Need(need)
+    needed = Need(need)
     return tuple(
         slug
         for slug, theorem in THEOREMS.items()
         if _says_something(theorem, situation, step, need)
-        and not theorem.holds(situation, step, pool, needed)
+        and not theorem.holds(situation, step, least_pool(theorem, step), needed)
         and _is_about(theorem, situation)
     )
 
@@ -248,7 +243,7 @@ def _compare(
     violated = _violated(situation, step, need)
     holds = None
     if slug in THEOREMS:
-        holds = theorem_holds(slug, situation, step, _least_pool(step), need)
+        holds = theorem_holds(slug, situation, step, least_pool(THEOREMS[slug], step), need)
     if prediction is not None and _falls_short(scenario, prediction):
         differences = tuple(_differences_on_short_pool(prediction, step))
     else:

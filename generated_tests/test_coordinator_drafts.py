@@ -2,18 +2,19 @@
 # Family drafts: A running request decodes, drafts included.
 # Manager coordinator: KVCacheManager.allocate_slots over a full-attention group and one or two Mamba groups that share a pool.
 # Scenarios: scenarios/coordinator-drafts.json. Solver: z3 5.4.1.
-# vllm==0.30.0, coordinator-drafts: 9 PROVED; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.30.0, coordinator-drafts+checkpoint: 7 PROVED; REFUTED exact-estimate, matches-intended; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.30.0, coordinator-drafts+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.30.0, coordinator-drafts+checkpoint+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.31.0, coordinator-drafts: 9 PROVED; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.31.0, coordinator-drafts+checkpoint: 8 PROVED; REFUTED matches-intended; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.31.0, coordinator-drafts+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.31.0, coordinator-drafts+checkpoint+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.33.0, coordinator-drafts: 9 PROVED; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.33.0, coordinator-drafts+checkpoint: 9 PROVED; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.33.0, coordinator-drafts+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.33.0, coordinator-drafts+checkpoint+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE gate-covers-first-step
+# vllm==0.30.0, coordinator-drafts: 9 PROVED; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.30.0, coordinator-drafts+checkpoint: 7 PROVED; REFUTED exact-estimate, matches-intended; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.30.0, coordinator-drafts+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.30.0, coordinator-drafts+checkpoint+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.31.0, coordinator-drafts: 9 PROVED; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.31.0, coordinator-drafts+checkpoint: 8 PROVED; REFUTED matches-intended; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.31.0, coordinator-drafts+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.31.0, coordinator-drafts+checkpoint+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.33.0, coordinator-drafts: 9 PROVED; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.33.0, coordinator-drafts+checkpoint: 9 PROVED; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.33.0, coordinator-drafts+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.33.0, coordinator-drafts+checkpoint+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# No test of admission-fits-whole: v1/core/sched/scheduler.py, Scheduler.schedule asks the gate about waiting requests only.
 # No test of gate-covers-first-step: v1/core/sched/scheduler.py, Scheduler.schedule asks the gate about waiting requests only.
 import pytest
 
@@ -219,12 +220,6 @@ ROWS = [
         pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 2, draws 2, needs 3", "vllm==0.31.0": "estimates 2, draws 2, needs 3", "vllm==0.33.0": "estimates 2, draws 2, needs 3"}, raises=AssertionError),
     ]),
     pytest.param(Geometry(896, 128, 0, 1, 64, False), 1_188, 1, [chunk(0, 1_049_217), chunk(1_046_656, 1_048_576)], Expect(1, 1_172, (1_048_448, 1_169), -1), id="groups-2-b896-h128-s0-k1-a64-tokens-1049217-1048576-back-to-1046656-of-1", marks=[
-        pytest.mark.refuted(theorem="no-undercount", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 1", "vllm==0.31.0": "estimates -1, draws 0, needs 1", "vllm==0.33.0": "estimates -1, draws 0, needs 1"}, raises=AssertionError),
-        pytest.mark.refuted(theorem="exact-estimate", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 1", "vllm==0.31.0": "estimates -1, draws 0, needs 1", "vllm==0.33.0": "estimates -1, draws 0, needs 1"}, raises=AssertionError),
-        pytest.mark.refuted(theorem="estimate-nonnegative", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 1", "vllm==0.31.0": "estimates -1, draws 0, needs 1", "vllm==0.33.0": "estimates -1, draws 0, needs 1"}, raises=AssertionError),
-        pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 1", "vllm==0.31.0": "estimates -1, draws 0, needs 1", "vllm==0.33.0": "estimates -1, draws 0, needs 1"}, raises=AssertionError),
-    ]),
-    pytest.param(Geometry(896, 128, 0, 1, 64, False), 1_188, 1, [chunk(0, 1_049_217), chunk(1_046_656, 1_048_576)], Expect(1, 1_172, (1_048_448, 1_169), -1), id="groups-2-b896-h128-s0-k1-a64-tokens-1049217-1048576-back-to-1046656-of-1046656", marks=[
         pytest.mark.refuted(theorem="no-undercount", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 1", "vllm==0.31.0": "estimates -1, draws 0, needs 1", "vllm==0.33.0": "estimates -1, draws 0, needs 1"}, raises=AssertionError),
         pytest.mark.refuted(theorem="exact-estimate", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 1", "vllm==0.31.0": "estimates -1, draws 0, needs 1", "vllm==0.33.0": "estimates -1, draws 0, needs 1"}, raises=AssertionError),
         pytest.mark.refuted(theorem="estimate-nonnegative", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 1", "vllm==0.31.0": "estimates -1, draws 0, needs 1", "vllm==0.33.0": "estimates -1, draws 0, needs 1"}, raises=AssertionError),

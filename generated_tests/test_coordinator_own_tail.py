@@ -2,18 +2,19 @@
 # Family own-tail: A running request's own partial tail block is cached and is copied on write.
 # Manager coordinator: KVCacheManager.allocate_slots over a full-attention group and one or two Mamba groups that share a pool.
 # Scenarios: scenarios/coordinator-own-tail.json. Solver: z3 5.4.1.
-# vllm==0.30.0, coordinator-own-tail: 7 PROVED; REFUTED exact-estimate, matches-intended; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.30.0, coordinator-own-tail+checkpoint: 7 PROVED; REFUTED exact-estimate, matches-intended; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.30.0, coordinator-own-tail+overwide: 7 PROVED; REFUTED exact-estimate, matches-intended; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.30.0, coordinator-own-tail+checkpoint+overwide: 7 PROVED; REFUTED exact-estimate, matches-intended; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.31.0, coordinator-own-tail: 9 PROVED; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.31.0, coordinator-own-tail+checkpoint: 8 PROVED; REFUTED matches-intended; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.31.0, coordinator-own-tail+overwide: 9 PROVED; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.31.0, coordinator-own-tail+checkpoint+overwide: 8 PROVED; REFUTED matches-intended; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.33.0, coordinator-own-tail: 9 PROVED; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.33.0, coordinator-own-tail+checkpoint: 9 PROVED; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.33.0, coordinator-own-tail+overwide: 9 PROVED; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.33.0, coordinator-own-tail+checkpoint+overwide: 8 PROVED; REFUTED matches-intended; NOT_APPLICABLE gate-covers-first-step
+# vllm==0.30.0, coordinator-own-tail: 7 PROVED; REFUTED exact-estimate, matches-intended; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.30.0, coordinator-own-tail+checkpoint: 7 PROVED; REFUTED exact-estimate, matches-intended; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.30.0, coordinator-own-tail+overwide: 7 PROVED; REFUTED exact-estimate, matches-intended; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.30.0, coordinator-own-tail+checkpoint+overwide: 7 PROVED; REFUTED exact-estimate, matches-intended; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.31.0, coordinator-own-tail: 9 PROVED; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.31.0, coordinator-own-tail+checkpoint: 8 PROVED; REFUTED matches-intended; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.31.0, coordinator-own-tail+overwide: 9 PROVED; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.31.0, coordinator-own-tail+checkpoint+overwide: 8 PROVED; REFUTED matches-intended; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.33.0, coordinator-own-tail: 9 PROVED; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.33.0, coordinator-own-tail+checkpoint: 9 PROVED; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.33.0, coordinator-own-tail+overwide: 9 PROVED; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.33.0, coordinator-own-tail+checkpoint+overwide: 8 PROVED; REFUTED matches-intended; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# No test of admission-fits-whole: v1/core/sched/scheduler.py, Scheduler.schedule asks the gate about waiting requests only.
 # No test of gate-covers-first-step: v1/core/sched/scheduler.py, Scheduler.schedule asks the gate about waiting requests only.
 import pytest
 

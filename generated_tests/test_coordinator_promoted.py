@@ -2,24 +2,25 @@
 # Family promoted: A parked request computes for the first time.
 # Manager coordinator: KVCacheManager.allocate_slots over a full-attention group and one or two Mamba groups that share a pool.
 # Scenarios: scenarios/coordinator-promoted.json. Solver: z3 5.4.1.
-# vllm==0.30.0, coordinator-promoted: 9 PROVED; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.30.0, coordinator-promoted+checkpoint: 7 PROVED; REFUTED exact-estimate, matches-intended; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.30.0, coordinator-promoted+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.30.0, coordinator-promoted+checkpoint+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.30.0, coordinator-promoted+own-tail: 7 PROVED; REFUTED exact-estimate, matches-intended; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.30.0, coordinator-promoted+checkpoint+own-tail: 7 PROVED; REFUTED exact-estimate, matches-intended; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.31.0, coordinator-promoted: 9 PROVED; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.31.0, coordinator-promoted+checkpoint: 8 PROVED; REFUTED matches-intended; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.31.0, coordinator-promoted+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.31.0, coordinator-promoted+checkpoint+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.31.0, coordinator-promoted+own-tail: 9 PROVED; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.31.0, coordinator-promoted+checkpoint+own-tail: 8 PROVED; REFUTED matches-intended; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.33.0, coordinator-promoted: 9 PROVED; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.33.0, coordinator-promoted+checkpoint: 9 PROVED; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.33.0, coordinator-promoted+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.33.0, coordinator-promoted+checkpoint+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.33.0, coordinator-promoted+own-tail: 9 PROVED; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.33.0, coordinator-promoted+checkpoint+own-tail: 9 PROVED; NOT_APPLICABLE gate-covers-first-step
+# vllm==0.30.0, coordinator-promoted: 9 PROVED; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.30.0, coordinator-promoted+checkpoint: 7 PROVED; REFUTED exact-estimate, matches-intended; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.30.0, coordinator-promoted+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.30.0, coordinator-promoted+checkpoint+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.30.0, coordinator-promoted+own-tail: 7 PROVED; REFUTED exact-estimate, matches-intended; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.30.0, coordinator-promoted+checkpoint+own-tail: 7 PROVED; REFUTED exact-estimate, matches-intended; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.31.0, coordinator-promoted: 9 PROVED; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.31.0, coordinator-promoted+checkpoint: 8 PROVED; REFUTED matches-intended; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.31.0, coordinator-promoted+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.31.0, coordinator-promoted+checkpoint+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.31.0, coordinator-promoted+own-tail: 9 PROVED; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.31.0, coordinator-promoted+checkpoint+own-tail: 8 PROVED; REFUTED matches-intended; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.33.0, coordinator-promoted: 9 PROVED; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.33.0, coordinator-promoted+checkpoint: 9 PROVED; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.33.0, coordinator-promoted+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.33.0, coordinator-promoted+checkpoint+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.33.0, coordinator-promoted+own-tail: 9 PROVED; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.33.0, coordinator-promoted+checkpoint+own-tail: 9 PROVED; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# No test of admission-fits-whole: v1/core/sched/scheduler.py, Scheduler.schedule asks the gate about waiting requests only.
 # No test of gate-covers-first-step: v1/core/sched/scheduler.py, Scheduler.schedule asks the gate about waiting requests only.
 import pytest
 

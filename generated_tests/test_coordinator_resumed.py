@@ -2,12 +2,12 @@
 # Family resumed: A preempted request, which lost its blocks, is admitted again.
 # Manager coordinator: KVCacheManager.allocate_slots over a full-attention group and one or two Mamba groups that share a pool.
 # Scenarios: scenarios/coordinator-resumed.json. Solver: z3 5.4.1.
-# vllm==0.30.0, coordinator-resumed: 4 PROVED; REFUTED no-undercount, exact-estimate, allocation-succeeds, matches-intended, admission-keeps-reserve, gate-covers-first-step
-# vllm==0.30.0, coordinator-resumed+checkpoint: 4 PROVED; REFUTED no-undercount, exact-estimate, allocation-succeeds, matches-intended, admission-keeps-reserve, gate-covers-first-step
-# vllm==0.31.0, coordinator-resumed: 4 PROVED; REFUTED no-undercount, exact-estimate, allocation-succeeds, matches-intended, admission-keeps-reserve, gate-covers-first-step
-# vllm==0.31.0, coordinator-resumed+checkpoint: 4 PROVED; REFUTED no-undercount, exact-estimate, allocation-succeeds, matches-intended, admission-keeps-reserve, gate-covers-first-step
-# vllm==0.33.0, coordinator-resumed: 4 PROVED; REFUTED no-undercount, exact-estimate, allocation-succeeds, matches-intended, admission-keeps-reserve, gate-covers-first-step
-# vllm==0.33.0, coordinator-resumed+checkpoint: 4 PROVED; REFUTED no-undercount, exact-estimate, allocation-succeeds, matches-intended, admission-keeps-reserve, gate-covers-first-step
+# vllm==0.30.0, coordinator-resumed: 5 PROVED; REFUTED no-undercount, exact-estimate, allocation-succeeds, matches-intended, admission-keeps-reserve, gate-covers-first-step
+# vllm==0.30.0, coordinator-resumed+checkpoint: 5 PROVED; REFUTED no-undercount, exact-estimate, allocation-succeeds, matches-intended, admission-keeps-reserve, gate-covers-first-step
+# vllm==0.31.0, coordinator-resumed: 5 PROVED; REFUTED no-undercount, exact-estimate, allocation-succeeds, matches-intended, admission-keeps-reserve, gate-covers-first-step
+# vllm==0.31.0, coordinator-resumed+checkpoint: 5 PROVED; REFUTED no-undercount, exact-estimate, allocation-succeeds, matches-intended, admission-keeps-reserve, gate-covers-first-step
+# vllm==0.33.0, coordinator-resumed: 5 PROVED; REFUTED no-undercount, exact-estimate, allocation-succeeds, matches-intended, admission-keeps-reserve, gate-covers-first-step
+# vllm==0.33.0, coordinator-resumed+checkpoint: 5 PROVED; REFUTED no-undercount, exact-estimate, allocation-succeeds, matches-intended, admission-keeps-reserve, gate-covers-first-step
 import pytest
 
 from conformance.scenario import Expect
@@ -458,6 +458,23 @@ def test_step_leaves_free_what_is_reserved(
     # The estimate was free, and four blocks that are reserved for others.
     assert step.raised is None
     assert step.drawn <= max(step.estimate, 0)
+
+
+@pytest.mark.theorem("admission-fits-whole")
+@pytest.mark.parametrize(COLUMNS, asking_gate(ROWS))
+def test_request_is_let_pass_exactly_where_what_the_gate_asks_for_is_free(
+    driver, geometry, num_gpu_blocks, num_mamba_groups, steps, expect
+):
+    """A waiting request is let pass only where the gate's estimate is free, beside the
+    watermark.
+    """
+    request = driver.request(geometry, num_gpu_blocks, num_mamba_groups)
+
+    step = last_of(request, steps, exactly_the_estimate=True)
+
+    # Exactly the estimate was free when the gate was asked.
+    assert step.raised is None
+    assert step.refused == (step.gate > step.estimate)
 
 
 @pytest.mark.theorem("gate-covers-first-step")

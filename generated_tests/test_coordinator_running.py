@@ -2,12 +2,13 @@
 # Family running: A running request computes a prefill chunk and keeps no internal checkpoint.
 # Manager coordinator: KVCacheManager.allocate_slots over a full-attention group and one or two Mamba groups that share a pool.
 # Scenarios: scenarios/coordinator-running.json. Solver: z3 5.4.1.
-# vllm==0.30.0, coordinator-running: 9 PROVED; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.30.0, coordinator-running+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.31.0, coordinator-running: 9 PROVED; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.31.0, coordinator-running+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.33.0, coordinator-running: 9 PROVED; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.33.0, coordinator-running+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE gate-covers-first-step
+# vllm==0.30.0, coordinator-running: 9 PROVED; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.30.0, coordinator-running+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.31.0, coordinator-running: 9 PROVED; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.31.0, coordinator-running+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.33.0, coordinator-running: 9 PROVED; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# vllm==0.33.0, coordinator-running+overwide: 3 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, allocation-succeeds, matches-intended, admission-keeps-reserve; NOT_APPLICABLE admission-fits-whole, gate-covers-first-step
+# No test of admission-fits-whole: v1/core/sched/scheduler.py, Scheduler.schedule asks the gate about waiting requests only.
 # No test of gate-covers-first-step: v1/core/sched/scheduler.py, Scheduler.schedule asks the gate about waiting requests only.
 import pytest
 

@@ -21,7 +21,7 @@ from spec.theorems import (
     THEOREMS,
     Asks,
     Need,
-    Pool,
+    least_pool,
     manager_of,
 )
 from spec.vocabulary import Situation, Step
@@ -224,8 +224,7 @@ def _values_of_groups(situation: Situation) -> Mapping[str, Any]:
 def violated(situation: Situation, step: Step, traits: Traits) -> tuple[str, ...]:
     """Return the theorems that a step made of numbers breaks, on the least pool that passes."""
     family, tags = obligation_of(situation)
-    pool, manager = Pool(max(step.estimate, 0), 0, 0), manager_of(situation)
-    need = Need(intended.need(situation))
+    manager, need = manager_of(situation), Need(intended.need(situation))
     return tuple(
         slug
         for slug, theorem in THEOREMS.items()
@@ -235,7 +234,7 @@ def violated(situation: Situation, step: Step, traits: Traits) -> tuple[str, ...
         and not theorem.asks_removal
         and theorem.why_not(family) is None
         and traits.why_not(family, tags, slug) is None
-        and not theorem.holds(situation, step, pool, need)
+        and not theorem.holds(situation, step, least_pool(theorem, step), need)
     )
 
 

@@ -56,6 +56,9 @@ OBLIGATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 #: Families of requests that have no table yet.
 ADMISSIONS = ("first", "hit-full", "hit-partial", "external-sync", "external-async", "resumed")
+_GATE_IS_FOR_WAITING = (
+    "v1/core/sched/scheduler.py, Scheduler.schedule asks the gate about waiting requests only"
+)
 #: Families of requests that the worker knows the table of.
 _KNOWN_TO_WORKER = ("running", "checkpoint", "own-tail", "drafts")
 #: Families that keep an internal checkpoint, whatever their tags.
@@ -284,9 +287,12 @@ THEOREMS: dict[str, Theorem] = {
             "allocation-succeeds",
             "On a pool that passes the check, the step raises nothing and no assertion fails.",
             "Unsat iff no step raises where estimate + watermark <= free - reserved; a model is a "
-            "step that raises, or asks the pool for more than it has.",
+            "step that raises, asks the pool for more than it has, or for less than nothing.",
             lambda s, step, pool, need: (
-                implies(_check_passes(step, pool), step.drawn <= pool.num_free_blocks)
+                implies(
+                    _check_passes(step, pool),
+                    (step.drawn >= 0) & (step.drawn <= pool.num_free_blocks),
+                )
                 if step.raised is None
                 else False
             ),
@@ -396,6 +402,20 @@ THEOREMS: dict[str, Theorem] = {
             managers=("coordinator",),
         ),
         Theorem(
+            "admission-fits-whole",
+            "A waiting request is let pass only where the gate's estimate is free, beside the "
+            "watermark.",
+            "Unsat iff gate + watermark <= free in every admission that allocate_slots lets pass; "
+            "a model is a request that is started although the whole of it does not fit.",
+            lambda s, step, pool, need: step.gate + pool.watermark_blocks <= pool.num_free_blocks,
+            _draws,
+            "v1/core/kv_cache_manager.py, KVCacheManager.allocate_slots: full_sequence_must_fit",
+            asks=Asks.GATE,
+            managers=("coordinator",),
+            families=ADMISSIONS,
+            not_elsewhere=_GATE_IS_FOR_WAITING,
+        ),
+        Theorem(
             "gate-covers-first-step",
             "What the full-sequence gate asked for covers the step that follows it.",
             "Unsat iff every admission draws at most the gate's estimate for the whole request; a "
@@ -406,11 +426,16 @@ THEOREMS: dict[str, Theorem] = {
             asks=Asks.GATE,
             managers=_EACH_MANAGER,
             families=ADMISSIONS,
-            not_elsewhere="v1/core/sched/scheduler.py, Scheduler.schedule asks the gate about "
-            "waiting requests only",
+            not_elsewhere=_GATE_IS_FOR_WAITING,
         ),
     )
 }
+
+
+def least_pool(theorem: Theorem, step: Step) -> Pool:
+    """Return the least pool that lets a step made of numbers pass what a theorem has it asked."""
+    gate = step.gate if theorem.asks_gate else 0
+    return Pool(max(step.estimate or 0, gate, 0), watermark_blocks=0, reserved_blocks=0)
 
 
 def in_obligation(s: Situation, family: str, tags: tuple[str, ...]) -> BoolLike:
