@@ -13,7 +13,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +250,8 @@ def run(workload: Workload, bindings: EngineBindings) -> Outcome:
     except Refused as error:
         return Outcome(End.REFUSED, 0, error=str(error))
     try:
-        return Run(workload, parts).outcome()
+        outcome = Run(workload, parts).outcome()
+        return replace(outcome, least_num_gpu_blocks=parts.least_num_gpu_blocks)
     finally:
         parts.scheduler.shutdown()
 
@@ -297,9 +298,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         bindings = EngineBindings(import_vllm(options.root))
         for number, line in enumerate(sys.stdin, start=1):
-            for workload in loads(line, name=f"standard input, line {number}"):
-                answer = asdict(_answer(workload, bindings))
-                print(json.dumps(answer), file=answers, flush=True)
+            workload = loads(line, name=f"standard input, line {number}")
+            answer = asdict(_answer(workload, bindings))
+            print(json.dumps(answer), file=answers, flush=True)
     except (WorkloadError, BindingError) as error:
         print(error, file=sys.stderr)
         return 2

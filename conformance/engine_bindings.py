@@ -64,6 +64,9 @@ class SchedulerUnderTest:
     tokens have arrived."""
     new_drafts: Callable[..., Any]
     """Makes a `DraftTokenIds` of drafts by request."""
+    least_num_gpu_blocks: int
+    """Blocks, null block included, that vLLM's start-up check demands for one request of
+    `max_model_len` tokens."""
 
 
 class EngineBindings:
@@ -122,6 +125,7 @@ class EngineBindings:
             lambda *values: self._new_request(hasher, *values),
             self._new_output,
             lambda drafts: self._outputs.DraftTokenIds(list(drafts), list(drafts.values())),
+            _least_num_gpu_blocks(config, kv_cache_config),
         )
 
     # ---- parts ----
@@ -293,3 +297,10 @@ class EngineBindings:
             raise Refused(one_line(error)) from error
         except Exception as error:
             raise BindingError(f"{file_of(self._scheduler_module)}: {one_line(error)}") from error
+
+
+def _least_num_gpu_blocks(config: Any, kv_cache_config: Any) -> int:
+    """VLLM: what one request may take of each group, and the null block."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    needed = [-(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes) for spec in specs]
+    return 1 + sum(needed)
