@@ -198,7 +198,9 @@ class Run:
         return int(self._manager.block_pool.get_num_free_blocks())
 
     def _stalled(self) -> Outcome:
-        name, request = next(iter(self._live.items()))
+        waiting = [name for name, r in self._live.items() if r.status.name != "RUNNING"]
+        name = (waiting or list(self._live))[0]
+        request = self._live[name]
         asked = [asked for asked in self._asked if asked.request == name]
         gates = [asked.num_blocks for asked in asked if asked.is_gate]
         estimates = [asked.num_blocks for asked in asked if not asked.is_gate]

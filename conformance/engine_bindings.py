@@ -11,7 +11,7 @@ import importlib
 import inspect
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,10 @@ MODEL_CONFIG = {
     "vocab_size": 64,
     "torch_dtype": "float32",
 }
+
+
+#: Fields of an `Engine` that a release may lack as long as they have their default.
+_OPTIONAL_SIZES = ("long_prefill_token_threshold", "scheduler_reserve_full_isl", "watermark")
 
 
 class Refused(Exception):
@@ -195,6 +199,7 @@ class EngineBindings:
                 "scheduler_reserve_full_isl": engine.scheduler_reserve_full_isl,
                 "watermark": engine.watermark,
             },
+            needed=[name for name in _OPTIONAL_SIZES if _is_set(engine, name)],
         )
 
     def _speculative_config(self, engine: Engine, model: Any, parallel: Any) -> Any:
@@ -277,10 +282,14 @@ class EngineBindings:
         except Exception as error:  # Importing runs the tree's own code, which may raise anything.
             raise BindingError(f"vllm tier: {name}: {one_line(error)}") from error
 
-    def _call(self, function: Any, values: dict[str, Any]) -> Any:
-        """Call a constructor with those of the values that the release takes."""
+    def _call(self, function: Any, values: dict[str, Any], needed: Sequence[str] = ()) -> Any:
+        """Call a constructor with those of the values that the release takes.
+
+        Raises:
+            BindingError: It does not take one that is needed, or requires one that is not given.
+        """
         name = f"{file_of(inspect.getmodule(function))}: {function.__name__}"
-        return function(**taken(values, accepted_arguments(function, values, name, needed=[])))
+        return function(**taken(values, accepted_arguments(function, values, name, needed)))
 
     def _refusing(self, build: Callable[[], Any]) -> Any:
         """Build a part; what vLLM itself objects to is a refusal, all else does not fit here.
@@ -299,8 +308,12 @@ class EngineBindings:
             raise BindingError(f"{file_of(self._scheduler_module)}: {one_line(error)}") from error
 
 
+def _is_set(engine: Engine, name: str) -> bool:
+    return bool(getattr(engine, name) != Engine.__dataclass_fields__[name].default)
+
+
 def _least_num_gpu_blocks(config: Any, kv_cache_config: Any) -> int:
     """VLLM: what one request may take of each group, and the null block."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     needed = [-(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes) for spec in specs]
-    return 1 + sum(needed)
+    return 1 + int(sum(needed))

@@ -89,3 +89,27 @@ def test_a_workload_is_not_replayed_in_the_core_tier(
 
     assert cli.run(["replay", str(file)]) == 2
     assert "--tier vllm" in capsys.readouterr().err
+
+
+def test_a_workload_that_ends_otherwise_is_exit_status_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line says what was expected and what was seen; expectations of others do not matter."""
+    pytest.importorskip("torch")
+    target = "vllm==0.30.0"
+    (stalls,) = (known for known in known_workloads() if known.name == "promoted-prompt-25-blocks")
+    content = to_json(stalls)
+    content["expected"] = {target: {"end": "finished"}}
+    file = tmp_path / "w.json"
+    file.write_text(json.dumps(content))
+
+    assert cli.run(["replay", str(file), "--tier", "vllm"]) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{target} {stalls.name} (end: expected finished, saw stalled): stalled")
+    assert "gate 22, step not asked, 13 blocks free" in line
+
+
+def test_an_unknown_workload_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """The line names the file to look into."""
+    assert cli.run(["workloads", "--name", "no-such"]) == 2
+    assert "conformance/workloads.toml" in capsys.readouterr().err
