@@ -216,7 +216,12 @@ def replay(scenario_file: Path, targets: tuple[str, ...], tier: str) -> int:
     from conformance.replay import Outcome, replay_in
     from conformance.report import show_replay
     from conformance.scenario import load
+    from conformance.workload import is_workload
+    from conformance.workload import load as load_workload
 
+    with suppress(OSError, ValueError):  # `load` says what is wrong with it.
+        if is_workload(scenario_file.read_bytes()):
+            return _run_workloads([load_workload(scenario_file)], targets, tier)
     scenarios = load(scenario_file)
     predicted = dict.fromkeys(target for scenario in scenarios for target in _shows_on(scenario))
     if not scenarios:
@@ -236,6 +241,20 @@ def replay(scenario_file: Path, targets: tuple[str, ...], tier: str) -> int:
     if not_run:
         raise CannotRun(f"{len(not_run)} replays could not be run, the first on {not_run[0]}")
     return worst
+
+
+@cli.command()
+@_targets_option
+@click.option("--name", "names", multiple=True, metavar="N", help="Default: all of the file.")
+def workloads(targets: tuple[str, ...], names: tuple[str, ...]) -> int:
+    """Run the project's workloads on vLLM's own scheduler (vllm tier)."""
+    from conformance.workload import known_workloads
+
+    known = {workload.name: workload for workload in known_workloads()}
+    for name in names:
+        if name not in known:
+            raise CannotRun(f"unknown workload {name!r}; see conformance/workloads.toml")
+    return _run_workloads([known[name] for name in names or known], targets, "vllm")
 
 
 @cli.command()
@@ -327,6 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status; every failure is one line on stderr."""
     from conformance.scenario import ScenarioError
+    from conformance.workload import WorkloadError
     from models.loader import CoreError
 
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -343,7 +363,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"{error.format_message()} See `{command} --help`.")
     except click.ClickException as error:
         return _fail(error.format_message())
-    except (CannotRun, TargetError, ScenarioError, CoreError) as error:
+    except (CannotRun, TargetError, ScenarioError, WorkloadError, CoreError) as error:
         return _fail(str(error))
     except BrokenPipeError:
         _drop_output()
@@ -548,6 +568,31 @@ def _ctrl_c_ends_at_once() -> Iterator[None]:
             signal.pthread_kill(waiting.ident, signal.SIGINT)
             waiting.join()
         signal.pthread_sigmask(signal.SIG_SETMASK, others)
+
+
+def _run_workloads(workloads: Sequence[Any], targets: Sequence[str], tier: str) -> int:
+    """Run workloads on targets, by default those of which something is expected; a line each."""
+    from conformance.engine import run_in
+    from conformance.workload import differences, summary
+
+    if tier != "vllm":
+        raise CannotRun("a workload runs on the real scheduler: add --tier vllm")
+    expected = dict.fromkeys(target for workload in workloads for target in workload.expected)
+    console, worst, not_run = _console(), AS_EXPECTED, []
+    for tree in _resolved(targets or tuple(expected) or DEFAULT_TARGETS):
+        for workload, answer in zip(workloads, run_in(tree.root, workloads), strict=True):
+            about = f"{tree.target} {workload.name}"
+            if answer.outcome is None:
+                not_run.append(f"{about}: {answer.reason}")
+                continue
+            wanted = workload.expected.get(tree.target)
+            found = differences(answer.outcome, wanted or {})
+            said = "nothing expected" if wanted is None else "; ".join(found) or "as expected"
+            _print(console, f"{about} ({said}): {summary(answer.outcome)}")
+            worst = NOT_AS_EXPECTED if found else worst
+    if not_run:
+        raise CannotRun(f"{len(not_run)} workloads could not be run, the first {not_run[0]}")
+    return worst
 
 
 def _show_surprises(

@@ -17,7 +17,8 @@ from typing import Any
 
 from conformance.cases import Case
 from conformance.expectations import suite_of
-from conformance.scenario import MAX_SLUG_LENGTH, Expect, Prediction, Scenario, ScenarioStep
+from conformance.reading import MAX_SLUG_LENGTH
+from conformance.scenario import Expect, Prediction, Scenario, ScenarioStep
 from models import intended, smt, term
 from models.evaluate import Evaluator
 from models.lift import Exploration, PathSummary, Variant

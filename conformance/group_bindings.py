@@ -67,13 +67,7 @@ class GroupBindings:
         num_lookahead = num_behind if num_behind > 1 else 0
         if num_lookahead and name not in self.manager_arguments:
             raise BindingError(f"{self.file}: this release has no KVCacheManager.{name}")
-        attention = _attention_values(geometry, self.state_dtype)
-        specs = [self.attention_class(**taken(attention, self.attention_arguments))]
-        specs += [mamba_spec] * num_mamba_groups
-        groups = [self.group_class([f"layer {i}"], spec) for i, spec in enumerate(specs)]
-        config = self.config_class(
-            num_blocks=num_gpu_blocks, kv_cache_tensors=[], kv_cache_groups=groups
-        )
+        config = self.new_kv_cache_config(geometry, mamba_spec, num_gpu_blocks, num_mamba_groups)
         values = _kv_cache_manager_values(geometry, config, num_lookahead)
         try:
             manager = self.manager_class(**taken(values, self.manager_arguments))
@@ -86,6 +80,18 @@ class GroupBindings:
             manager.coordinator, "KVCacheCoordinator", "single_type_managers", "retention_interval"
         )
         return manager
+
+    def new_kv_cache_config(
+        self, geometry: Geometry, mamba_spec: Any, num_gpu_blocks: int, num_mamba_groups: int
+    ) -> Any:
+        """Return a `KVCacheConfig` of the same groups; arguments as for the manager."""
+        attention = _attention_values(geometry, self.state_dtype)
+        specs = [self.attention_class(**taken(attention, self.attention_arguments))]
+        specs += [mamba_spec] * num_mamba_groups
+        groups = [self.group_class([f"layer {i}"], spec) for i, spec in enumerate(specs)]
+        return self.config_class(
+            num_blocks=num_gpu_blocks, kv_cache_tensors=[], kv_cache_groups=groups
+        )
 
 
 def bind_groups(modules: Modules) -> GroupBindings:

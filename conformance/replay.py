@@ -312,12 +312,23 @@ def _could_not_run(scenario: Scenario, target: str, reason: str) -> Replay:
 # ---- a process per tree --------------------------------------------------------------------------
 
 
-def _replay_in_process(tree_root: Path, scenarios: list[Scenario], target: str) -> list[Replay]:
-    command = [sys.executable, "-m", "conformance.replay", "--root", str(tree_root)]
+def ask_process(
+    arguments: Sequence[str], tree_root: Path, questions: Iterable[str]
+) -> tuple[list[Any], str]:
+    """Ask a process that imports the vLLM of a tree, one line a question.
+
+    Args:
+        arguments: Module to run, and its arguments.
+        tree_root: Folder holding `vllm/`.
+        questions: Lines of its standard input.
+
+    Returns:
+        The answers, and why there are no more of them, on one line.
+    """
     try:
         process = subprocess.run(
-            [*command, "--tier", "vllm", "--target", target],
-            input="".join(json.dumps(to_json(scenario)) + "\n" for scenario in scenarios),
+            [sys.executable, "-m", *arguments],
+            input="".join(question + "\n" for question in questions),
             capture_output=True,
             text=True,
             cwd=PROJECT_ROOT,
@@ -326,12 +337,22 @@ def _replay_in_process(tree_root: Path, scenarios: list[Scenario], target: str) 
             check=False,
         )
     except subprocess.TimeoutExpired:
-        reason = f"vllm tier: no answer within {PROCESS_TIMEOUT_S} s"
-        return [_could_not_run(scenario, target, reason) for scenario in scenarios]
-    answers = [_from_json(json.loads(line)) for line in process.stdout.splitlines()]
+        return [], f"vllm tier: no answer within {PROCESS_TIMEOUT_S} s"
+    answers = [json.loads(line) for line in process.stdout.splitlines()]
     reason = f"vllm tier: {_last_line(process.stderr)} (exit status {process.returncode})"
-    unanswered = scenarios[len(answers) :]
-    return answers + [_could_not_run(scenario, target, reason) for scenario in unanswered]
+    return answers, reason
+
+
+def _replay_in_process(tree_root: Path, scenarios: list[Scenario], target: str) -> list[Replay]:
+    answers, reason = ask_process(
+        ["conformance.replay", "--root", str(tree_root), "--tier", "vllm", "--target", target],
+        tree_root,
+        (json.dumps(to_json(scenario)) for scenario in scenarios),
+    )
+    found = [_from_json(answer) for answer in answers]
+    return found + [
+        _could_not_run(scenario, target, reason) for scenario in scenarios[len(found) :]
+    ]
 
 
 def _last_line(text: str) -> str:
@@ -351,7 +372,7 @@ def _from_json(content: dict[str, Any]) -> Replay:
     return Replay(**{**content, **lists, "outcome": Outcome(content["outcome"]), "steps": steps})
 
 
-def _own_standard_output() -> TextIO:
+def own_standard_output() -> TextIO:
     """Keep standard output for the answers: what vLLM prints goes to standard error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     sys.stdout.flush()
@@ -366,7 +387,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, required=True, help="folder holding vllm/")
     parser.add_argument("--target", required=True, help="name that predictions are stored under")
     options = parser.parse_args(arguments)
-    answers = _own_standard_output()
+    answers = own_standard_output()
     try:
         driver = (vllm_driver if options.tier == "vllm" else core_driver)(options.root)
         for number, line in enumerate(sys.stdin, start=1):

@@ -10,25 +10,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from conformance.reading import Field, Malformed, parse_json, read_bytes, shown
 from spec.theorems import MAMBA_GROUPS_OF, MANAGERS
 from spec.vocabulary import Call, Geometry
 
 SCHEMA = 1
-
-
-#: Integers beyond this are refused: JSON readers elsewhere hold numbers as doubles.
-MAX_INT = 2**53
-
-_SLUG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
-MAX_SLUG_LENGTH = 120
-
-_T = TypeVar("_T")
 
 
 class ScenarioError(Exception):
@@ -238,11 +229,10 @@ def load(path: Path) -> list[Scenario]:
         ScenarioError: The file cannot be read or is not a scenario file.
     """
     try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise ScenarioError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ScenarioError(f"{path!r}: cannot be read: {error}") from None
+        data = read_bytes(path)
+    except Malformed as error:
+        name = str(path) if str(path).isprintable() else repr(path)
+        raise ScenarioError(f"{name}: {error}") from None
     return loads(data, name=str(path))
 
 
@@ -253,93 +243,14 @@ def loads(data: bytes | str, *, name: str) -> list[Scenario]:
         ScenarioError: The content is not that of a scenario file.
     """
     try:
-        content = json.loads(
-            data, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant
-        )
-        return _parse_file(_Field(content))
-    except _Malformed as error:
+        return _parse_file(parse_json(data))
+    except Malformed as error:
         raise ScenarioError(f"{name}: {error}") from None
     except RecursionError:
         raise ScenarioError(f"{name}: nested too deeply") from None
-    except ValueError as error:
-        raise ScenarioError(f"{name}: not JSON: {_one_line(str(error))}") from None
 
 
-class _Malformed(Exception):
-    """One line naming the field; the caller adds the file."""
-
-
-@dataclass(frozen=True)
-class _Field:
-    """A JSON value and the path that leads to it."""
-
-    value: Any
-    path: str = ""
-
-    def refuse(self, reason: str) -> _Malformed:
-        return _Malformed(f"{self.path}: {reason}" if self.path else reason)
-
-    def object(self, allowed: Sequence[str], optional: Sequence[str] = ()) -> dict[str, _Field]:
-        """The fields of an object that has exactly `allowed`, of which `optional` may be absent."""
-        value = self.mapping()
-        for key in value:
-            if key not in allowed:
-                raise self.refuse(f"unknown field {_shown(key)}")
-        for key in allowed:
-            if key not in value and key not in optional:
-                raise self.refuse(f"field {_shown(key)} is missing")
-        return value
-
-    def mapping(self) -> dict[str, _Field]:
-        if not isinstance(self.value, dict):
-            raise self.refuse(f"expected an object, got {_kind(self.value)}")
-        prefix = f"{self.path}." if self.path else ""
-        return {key: _Field(item, prefix + _bare(key)) for key, item in self.value.items()}
-
-    def items(self) -> list[_Field]:
-        if not isinstance(self.value, list):
-            raise self.refuse(f"expected a list, got {_kind(self.value)}")
-        return [_Field(item, f"{self.path}[{i}]") for i, item in enumerate(self.value)]
-
-    def integer(self, least: int | None = 0) -> int:
-        if not isinstance(self.value, int) or isinstance(self.value, bool):
-            raise self.refuse(f"expected an integer, got {_kind(self.value)}")
-        if abs(self.value) > MAX_INT:
-            raise self.refuse("beyond 2**53")
-        if least is not None and self.value < least:
-            raise self.refuse(f"{self.value} is below {least}")
-        return self.value
-
-    def boolean(self) -> bool:
-        if not isinstance(self.value, bool):
-            raise self.refuse(f"expected true or false, got {_kind(self.value)}")
-        return self.value
-
-    def text(self) -> str:
-        if not isinstance(self.value, str):
-            raise self.refuse(f"expected a string, got {_kind(self.value)}")
-        # A phrase ends up in comments of rendered tests, so it must stay on its line.
-        if not self.value.isprintable():
-            raise self.refuse("holds a line break or another unprintable character")
-        return self.value
-
-    def slug(self) -> str:
-        value = self.text()
-        if not _SLUG.fullmatch(value) or len(value) > MAX_SLUG_LENGTH:
-            raise self.refuse(f"{_shown(value)} is not a slug (a-z, 0-9, single hyphens)")
-        return value
-
-    def slugs(self) -> tuple[str, ...]:
-        values = tuple(item.slug() for item in self.items())
-        if len(set(values)) != len(values):
-            raise self.refuse("names one slug twice")
-        return values
-
-    def or_none(self, read: Callable[[], _T]) -> _T | None:
-        return None if self.value is None else read()
-
-
-def _parse_file(file: _Field) -> list[Scenario]:
+def _parse_file(file: Field) -> list[Scenario]:
     if not isinstance(file.value, dict) or "scenarios" not in file.value:
         return [_parse_scenario(file)]
     content = file.object(["schema", "scenarios"])
@@ -348,19 +259,19 @@ def _parse_file(file: _Field) -> list[Scenario]:
     seen: set[str] = set()
     for i, scenario in enumerate(scenarios):
         if scenario.name in seen:
-            raise _Malformed(f"scenarios[{i}].name: {_shown(scenario.name)} is used twice")
+            raise Malformed(f"scenarios[{i}].name: {shown(scenario.name)} is used twice")
         seen.add(scenario.name)
     return scenarios
 
 
-def _parse_scenario(field: _Field) -> Scenario:
+def _parse_scenario(field: Field) -> Scenario:
     _check_schema_first(field)
     content = field.object(
         [item.name for item in fields(Scenario)],
         optional=["tags", "theorem", "source", "predicted", "num_mamba_groups"],
     )
     manager = _parse_manager(content["manager"])
-    num_mamba_groups = content.get("num_mamba_groups", _Field(0)).integer()
+    num_mamba_groups = content.get("num_mamba_groups", Field(0)).integer()
     if num_mamba_groups not in MAMBA_GROUPS_OF[manager]:
         known = " or ".join(map(str, MAMBA_GROUPS_OF[manager]))
         reason = f"{num_mamba_groups} Mamba groups; {manager} has {known}"
@@ -368,7 +279,7 @@ def _parse_scenario(field: _Field) -> Scenario:
     steps = content["steps"].items()
     if not steps:
         raise content["steps"].refuse("a scenario has at least one step")
-    absent = _Field(None)
+    absent = Field(None)
     geometry = _parse_geometry(content["geometry"])
     return Scenario(
         name=content["name"].slug(),
@@ -388,27 +299,27 @@ def _parse_scenario(field: _Field) -> Scenario:
     )
 
 
-def _check_schema_first(field: _Field) -> None:
+def _check_schema_first(field: Field) -> None:
     """A file of another schema is told so before its fields are called unknown."""
     schema = field.mapping().get("schema")
     if schema is not None:
         _check_schema(schema)
 
 
-def _check_schema(field: _Field) -> None:
+def _check_schema(field: Field) -> None:
     if field.integer(least=None) != SCHEMA:
         raise field.refuse(f"{field.value} is not known; this release reads schema {SCHEMA}")
 
 
-def _parse_manager(field: _Field) -> str:
+def _parse_manager(field: Field) -> str:
     manager = field.slug()
     if manager not in MANAGERS:
         known = ", ".join(sorted(MANAGERS))
-        raise field.refuse(f"{_shown(manager)} is not a known manager ({known})")
+        raise field.refuse(f"{shown(manager)} is not a known manager ({known})")
     return manager
 
 
-def _parse_geometry(field: _Field) -> Geometry:
+def _parse_geometry(field: Field) -> Geometry:
     content = field.object(
         [item.name for item in fields(Geometry)], optional=list(_optional_sizes(0))
     )
@@ -433,9 +344,9 @@ def _parse_geometry(field: _Field) -> Geometry:
     )
 
 
-def _parse_optional_sizes(content: Mapping[str, _Field], hash_block_size: int) -> dict[str, int]:
-    alignment = content.get("cache_hit_alignment_tokens", _Field(hash_block_size))
-    num_behind = content.get("num_tokens_behind_checkpoint", _Field(1))
+def _parse_optional_sizes(content: Mapping[str, Field], hash_block_size: int) -> dict[str, int]:
+    alignment = content.get("cache_hit_alignment_tokens", Field(hash_block_size))
+    num_behind = content.get("num_tokens_behind_checkpoint", Field(1))
     if alignment.integer(least=1) % hash_block_size:
         raise alignment.refuse(
             f"{alignment.value} is not a multiple of hash_block_size {hash_block_size}"
@@ -447,7 +358,7 @@ def _parse_optional_sizes(content: Mapping[str, _Field], hash_block_size: int) -
 
 
 def _parse_step(
-    field: _Field, geometry: Geometry, num_mamba_groups: int, *, is_first: bool
+    field: Field, geometry: Geometry, num_mamba_groups: int, *, is_first: bool
 ) -> ScenarioStep:
     call_fields = [item.name for item in fields(Call)]
     content = field.object(
@@ -463,11 +374,11 @@ def _parse_step(
     )
     objections = _objections(step, geometry, is_first)
     for name, reason in (*objections, *_objections_to_groups(step, geometry, num_mamba_groups)):
-        raise _Field(None, f"{field.path}.{name}").refuse(reason)
+        raise Field(None, f"{field.path}.{name}").refuse(reason)
     return step
 
 
-def _parse_kind(content: Mapping[str, _Field]) -> dict[str, Any]:
+def _parse_kind(content: Mapping[str, Field]) -> dict[str, Any]:
     return {
         name: content[name].boolean() if isinstance(default, bool) else content[name].integer()
         for name, default in KIND_DEFAULTS.items()
@@ -545,11 +456,11 @@ def _objections_to_tail(
         yield "owns_partial_tail", f"{end} is not a multiple of hash_block_size"
 
 
-def _parse_expect(field: _Field) -> Expect:
+def _parse_expect(field: Field) -> Expect:
     names = [item.name for item in fields(Expect)]
     content = field.object(names, optional=names)
-    checkpoint = content.pop("checkpoint", _Field(None))
-    to_retire = content.pop("column_to_retire", _Field(None))
+    checkpoint = content.pop("checkpoint", Field(None))
+    to_retire = content.pop("column_to_retire", Field(None))
     numbers = {name: item.or_none(item.integer) for name, item in content.items()}
     return Expect(
         **numbers,
@@ -558,24 +469,24 @@ def _parse_expect(field: _Field) -> Expect:
     )
 
 
-def _parse_checkpoint(field: _Field) -> tuple[int, int]:
+def _parse_checkpoint(field: Field) -> tuple[int, int]:
     items = field.items()
     if len(items) != 2:
         raise field.refuse("expected a position and a column")
     return items[0].integer(), items[1].integer()
 
 
-def _parse_predicted(field: _Field) -> dict[str, Prediction]:
+def _parse_predicted(field: Field) -> dict[str, Prediction]:
     for target in field.mapping():
-        _Field(target, f"{field.path} (a target)").text()
+        Field(target, f"{field.path} (a target)").text()
     return {target: _parse_prediction(item) for target, item in field.mapping().items()}
 
 
-def _parse_prediction(field: _Field) -> Prediction:
+def _parse_prediction(field: Field) -> Prediction:
     content = field.object(
         [item.name for item in fields(Prediction)], optional=["raised", "violates", "gate"]
     )
-    raised = content.get("raised", _Field(None))
+    raised = content.get("raised", Field(None))
     return Prediction(
         dry_run=_integer_or_none(content["dry_run"], least=None),
         estimate=_integer_or_none(content["estimate"], least=None),
@@ -583,45 +494,9 @@ def _parse_prediction(field: _Field) -> Prediction:
         table_length=_integer_or_none(content["table_length"], least=0),
         raised=raised.or_none(raised.text),
         violates=content["violates"].slugs() if "violates" in content else (),
-        gate=_integer_or_none(content.get("gate", _Field(None)), least=None),
+        gate=_integer_or_none(content.get("gate", Field(None)), least=None),
     )
 
 
-def _integer_or_none(field: _Field, least: int | None) -> int | None:
+def _integer_or_none(field: Field, least: int | None) -> int | None:
     return field.or_none(lambda: field.integer(least))
-
-
-# ---- words for errors ----------------------------------------------------------------------------
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise _Malformed(f"{_bare(twice)}: the field is given twice")
-    return content
-
-
-def _refuse_constant(constant: str) -> Any:
-    raise _Malformed(f"{constant} is not a number here")
-
-
-def _kind(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    names: dict[type, str] = {dict: "an object", list: "a list", str: "a string", float: "a float"}
-    return names.get(type(value), "an integer")
-
-
-def _shown(text: str) -> str:
-    return _one_line(json.dumps(text))
-
-
-def _bare(key: str) -> str:
-    return key if key.isidentifier() else _shown(key)
-
-
-def _one_line(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= 80 else line[:77] + "..."

@@ -1,0 +1,313 @@
+"""Drive vLLM's own scheduler through a workload, and say what becomes of the requests.
+
+The loop is the engine's: `schedule()`, then what a model would have answered, then
+`update_from_output()`. No model is run: a request that has computed all its tokens is given one
+more. A process can import only one vLLM, so each tree has a process of its own, which reads a
+workload object from each line of its standard input and answers it with one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from conformance.bindings import BindingError, DriverError, import_vllm, one_line
+from conformance.engine_bindings import EngineBindings, Refused, SchedulerUnderTest
+from conformance.replay import ask_process, own_standard_output
+from conformance.workload import (
+    Arrival,
+    End,
+    Outcome,
+    Workload,
+    WorkloadError,
+    loads,
+    to_json,
+)
+
+#: Token of every answer; no prompt holds it.
+SAMPLED_TOKEN = 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a process says of one workload: an outcome, or why there is none."""
+
+    outcome: Outcome | None
+    reason: str = ""
+
+
+class Progress:
+    """Notices that nothing new happens. Steps are counted; no clock is read.
+
+    A step brings something new if the state after it was not seen before. A scheduler that does
+    nothing, and one that goes round in circles, both come back to states that were seen.
+    """
+
+    def __init__(self, stall_after: int) -> None:
+        self._stall_after = stall_after
+        self._seen: set[Any] = set()
+        self.steps = 0
+        self.last_new_step = 0
+        """Steps made when something new was seen last."""
+
+    def step(self, state: Any) -> None:
+        """Note the state after one more step."""
+        self.steps += 1
+        if state not in self._seen:
+            self._seen.add(state)
+            self.last_new_step = self.steps
+
+    @property
+    def has_stalled(self) -> bool:
+        """Whether the last `stall_after` steps brought nothing new."""
+        return self.steps - self.last_new_step >= self._stall_after
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One answer of the coordinator's estimator."""
+
+    request: str
+    is_gate: bool
+    """Whether the full-sequence gate asked (vLLM: `apply_admission_cap`)."""
+    num_blocks: int
+    free: int
+    """Free blocks when it was asked."""
+
+
+class Run:
+    """One workload on one scheduler."""
+
+    def __init__(self, workload: Workload, parts: SchedulerUnderTest) -> None:
+        self.workload = workload
+        self._parts = parts
+        self._scheduler = parts.scheduler
+        self._manager = parts.scheduler.kv_cache_manager
+        self._to_come = list(workload.arrivals)
+        self._arrivals = {arrival.name: arrival for arrival in workload.arrivals}
+        self._tokens = {name: n for n, name in enumerate(_prompts(workload.arrivals), start=1)}
+        self._progress = Progress(workload.stall_after)
+        self._asked: list[Asked] = []
+        self._preemptions = 0
+        self._live: dict[str, Any] = {}
+
+    def outcome(self) -> Outcome:
+        """Make steps until all requests are finished, the engine stalls, or it raises.
+
+        Raises:
+            DriverError: The prefix cache is to be cleared, and cannot be.
+        """
+        progress = self._progress
+        with self._watching_the_estimates():
+            while self._to_come or self._live:
+                self._let_arrive()
+                try:
+                    self._step()
+                except Exception as error:  # What the scheduler raises ends the engine.
+                    return Outcome(
+                        End.RAISED,
+                        progress.steps + 1,
+                        error=one_line(error),
+                        preemptions=self._preemptions,
+                    )
+                progress.step(self._state())
+                if progress.has_stalled and not self._waits_for_step():
+                    return self._stalled()
+        return Outcome(End.FINISHED, progress.steps, preemptions=self._preemptions)
+
+    # ---- one step ----
+
+    def _let_arrive(self) -> None:
+        for arrival in [arrival for arrival in self._to_come if self._is_due(arrival)]:
+            self._to_come.remove(arrival)
+            if arrival.resets_prefix_cache and not self._scheduler.reset_prefix_cache():
+                raise DriverError(f"{arrival.name}: the prefix cache cannot be cleared, it is used")
+            self._scheduler.connector.serve(
+                arrival.name,
+                arrival.num_external_tokens,
+                asynchronously=arrival.loads_asynchronously,
+            )
+            tokens = [self._tokens[arrival.prompt or arrival.name]] * arrival.num_prompt_tokens
+            request = self._parts.new_request(arrival.name, tokens, arrival.max_tokens)
+            self._live[arrival.name] = request
+            self._scheduler.add_request(request)
+
+    def _is_due(self, arrival: Arrival) -> bool:
+        is_after = not arrival.after or (
+            arrival.after not in self._live
+            and all(other.name != arrival.after for other in self._to_come)
+        )
+        return is_after and self._progress.steps >= arrival.after_step
+
+    def _waits_for_step(self) -> bool:
+        """Whether a request is still to come that arrives by the number of steps."""
+        return any(
+            arrival.after_step > self._progress.steps
+            for arrival in self._to_come
+            if not arrival.after
+        )
+
+    def _step(self) -> None:
+        self._asked.clear()
+        scheduled = self._scheduler.schedule()
+        sampled, drafts = {}, {}
+        for name in scheduled.num_scheduled_tokens:
+            sampled[name] = self._sampled(name, scheduled)
+            if self.workload.engine.num_speculative_tokens and sampled[name]:
+                drafts[name] = [SAMPLED_TOKEN] * self.workload.engine.num_speculative_tokens
+        output = self._parts.new_output(sampled, self._scheduler.connector.take_loaded())
+        self._scheduler.update_from_output(scheduled, output)
+        if drafts:
+            self._scheduler.update_draft_token_ids(self._parts.new_drafts(drafts))
+        for name in [name for name, request in self._live.items() if request.is_finished()]:
+            self._preemptions += self._live.pop(name).num_preemptions
+
+    def _sampled(self, name: str, scheduled: Any) -> list[int]:
+        """The tokens that a model would have sampled: none before the prefill has ended."""
+        request = self._live[name]
+        drafts = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
+        # vLLM: `schedule` counts what it schedules as computed, drafts included.
+        if request.num_computed_tokens - drafts < request.num_tokens:
+            return []
+        accepted = min(self._arrivals[name].num_accepted_tokens, drafts)
+        return [SAMPLED_TOKEN] * (1 + accepted)
+
+    # ---- what is seen ----
+
+    def _state(self) -> Any:
+        """What progress changes: requests by number, status, tokens and blocks, and the pool."""
+        requests = tuple(
+            (
+                name,
+                request.status.name,
+                request.num_computed_tokens,
+                request.num_output_tokens,
+                tuple(map(len, self._manager.get_block_ids(name))),
+            )
+            for name, request in self._live.items()
+        )
+        return len(self._to_come), requests, self._free()
+
+    def _free(self) -> int:
+        return int(self._manager.block_pool.get_num_free_blocks())
+
+    def _stalled(self) -> Outcome:
+        waiting = [name for name, r in self._live.items() if r.status.name != "RUNNING"]
+        name = (waiting or list(self._live))[0]
+        request = self._live[name]
+        asked = [asked for asked in self._asked if asked.request == name]
+        gates = [asked.num_blocks for asked in asked if asked.is_gate]
+        estimates = [asked.num_blocks for asked in asked if not asked.is_gate]
+        return Outcome(
+            End.STALLED,
+            self._progress.last_new_step,
+            request=name,
+            status=request.status.name,
+            gate=gates[-1] if gates else None,
+            estimate=estimates[-1] if estimates else None,
+            free=asked[-1].free if asked else self._free(),
+            num_computed_tokens=request.num_computed_tokens,
+            preemptions=self._preemptions + sum(r.num_preemptions for r in self._live.values()),
+        )
+
+    @contextmanager
+    def _watching_the_estimates(self) -> Iterator[None]:
+        """Write down what the coordinator's estimator is asked and says; it is asked as before."""
+        coordinator = self._manager.coordinator
+        ask = coordinator.get_num_blocks_to_allocate
+
+        def asked(*arguments: Any, **named: Any) -> int:
+            num_blocks = ask(*arguments, **named)
+            name = named["request_id"] if "request_id" in named else arguments[0]
+            is_gate = bool(named.get("apply_admission_cap", False))
+            self._asked.append(Asked(name, is_gate, num_blocks, self._free()))
+            return int(num_blocks)
+
+        coordinator.get_num_blocks_to_allocate = asked
+        try:
+            yield
+        finally:
+            del coordinator.get_num_blocks_to_allocate
+
+
+def _prompts(arrivals: Iterable[Arrival]) -> list[str]:
+    return list(dict.fromkeys(arrival.prompt or arrival.name for arrival in arrivals))
+
+
+def run(workload: Workload, bindings: EngineBindings) -> Outcome:
+    """Run a workload on the vLLM that is imported.
+
+    Raises:
+        BindingError: The release cannot be driven so.
+        DriverError: The workload asks for what cannot be done.
+    """
+    try:
+        parts = bindings.new_scheduler(workload.engine)
+    except Refused as error:
+        return Outcome(End.REFUSED, 0, error=str(error))
+    try:
+        outcome = Run(workload, parts).outcome()
+        return replace(outcome, least_num_gpu_blocks=parts.least_num_gpu_blocks)
+    finally:
+        parts.scheduler.shutdown()
+
+
+# ---- a process per tree --------------------------------------------------------------------------
+
+
+def run_in(tree_root: Path, workloads: Sequence[Workload]) -> list[Answer]:
+    """Run workloads on a tree, all in one process; the answers come in the same order.
+
+    Args:
+        tree_root: Folder holding `vllm/`.
+        workloads: What to run.
+    """
+    answers, reason = ask_process(
+        ["conformance.engine", "--root", str(tree_root)],
+        Path(tree_root),
+        [json.dumps(to_json(workload)) for workload in workloads],
+    )
+    found = [_from_json(answer) for answer in answers]
+    return found + [Answer(None, reason) for _ in workloads[len(found) :]]
+
+
+def _answer(workload: Workload, bindings: EngineBindings) -> Answer:
+    try:
+        return Answer(run(workload, bindings))
+    except DriverError as error:
+        return Answer(None, str(error))
+
+
+def _from_json(content: dict[str, Any]) -> Answer:
+    outcome = content["outcome"]
+    if outcome is not None:
+        outcome = Outcome(**{**outcome, "end": End(outcome["end"])})
+    return Answer(outcome, content["reason"])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Answer the workloads on standard input, line by line; 2 where the tree cannot be driven."""
+    parser = argparse.ArgumentParser(prog="python -m conformance.engine", description=__doc__)
+    parser.add_argument("--root", type=Path, required=True, help="folder holding vllm/")
+    options = parser.parse_args(arguments)
+    answers = own_standard_output()
+    try:
+        bindings = EngineBindings(import_vllm(options.root))
+        for number, line in enumerate(sys.stdin, start=1):
+            workload = loads(line, name=f"standard input, line {number}")
+            answer = asdict(_answer(workload, bindings))
+            print(json.dumps(answer), file=answers, flush=True)
+    except (WorkloadError, BindingError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
