@@ -209,7 +209,6 @@ def live_state(pool: SharedPool, rule: Rule) -> list[Violation]:
 def estimates(pool: SharedPool, rule: Rule) -> list[Violation]:
     """The step drew what was estimated, and what it needs."""
     seen = pool.seen
-    pool.seen = None if rule.name != "alone" else seen
     if seen is None or seen.estimate is None or seen.estimate > pool.pool.num_gpu_blocks:
         return []  # Deferred by design: a hit that was cached in this same step.
     step, found = pool.num_steps, list[Violation]()
@@ -255,6 +254,13 @@ def _is_partial(s: Situation) -> bool:
     )
 
 
+def _runs_past_a_boundary(s: Situation) -> bool:
+    """Whether the chunk starts inside a block and does not stop where that block ends."""
+    start, block_size = s.call.total_computed_tokens, s.geometry.block_size
+    boundary = (start // block_size + 1) * block_size
+    return bool(start % block_size and s.call.num_tokens_main_model > boundary)
+
+
 KNOWN = (
     KnownFault(
         "external-block-not-estimated",
@@ -282,13 +288,42 @@ KNOWN = (
         "0.30.0",
         "0.33.0",
         ("live-state-kept",),
-        lambda s: reserves_checkpoint(s) and s.call.total_computed_tokens % s.geometry.block_size,
+        lambda s: s.geometry.num_prefill_checkpoint_blocks > 0 and _runs_past_a_boundary(s),
+    ),
+    KnownFault(
+        "gate-counts-a-checkpoint-that-no-chunk-keeps",
+        "0.30.0",
+        "0.33.0",
+        ("eventually-admitted",),
+        lambda s: (
+            s.table_length > 0
+            and s.geometry.num_prefill_checkpoint_blocks > 0
+            and s.num_request_tokens > s.call.num_tokens_main_model
+        ),
+    ),
+    KnownFault(
+        "hit-takes-more-than-it-saves",
+        "0.24.0",
+        "0.33.0",
+        ("eventually-admitted",),
+        lambda s: s.num_hit_blocks > 0,
+    ),
+    KnownFault(
+        "draft-blocks-cached-as-states",
+        "0.30.0",
+        "0.31.0",
+        ("live-state-kept",),
+        lambda s: (
+            s.geometry.num_speculative_blocks > 0
+            and s.table_length > 0
+            and bool(reserves_checkpoint(s))
+        ),
     ),
     KnownFault(
         "tail-in-its-own-block",
         "0.26.0",
         "0.30.0",
-        ("exact-estimate", "matches-intended"),
+        ("exact-estimate", "matches-intended", "eventually-admitted"),
         _is_partial,
     ),
     KnownFault(

@@ -94,6 +94,12 @@ class Shadow:
         """
         if start == 0:
             return
+        self._check_state(row, tokens, start, held)
+        self._check_attention(row, tokens, start, held)
+
+    def _check_state(
+        self, row: WorkerRow, tokens: Tokens, start: int, held: Sequence[frozenset[int]]
+    ) -> None:
         column, further = self.read_column(row, start)
         for group in range(1, self.num_groups):
             table = row.tables[group]
@@ -104,6 +110,10 @@ class Shadow:
                     raise StateLost(block, f"column {read} of group {group} is not held")
             block = table[column + further]
             self._expect(block, (group, tokens[:start]), f"state after {start} tokens")
+
+    def _check_attention(
+        self, row: WorkerRow, tokens: Tokens, start: int, held: Sequence[frozenset[int]]
+    ) -> None:
         block_size = self.geometry.block_size
         for column in range(cdiv(start, block_size)):
             block, end = row.tables[ATTENTION_GROUP][column], min(start, (column + 1) * block_size)
@@ -142,10 +152,21 @@ class Shadow:
             if chunk.external_start < chunk.start:
                 self.load(chunk.row.tables, chunk.tokens, chunk.external_start, chunk.start)
         for chunk in chunks:
-            self.check_start(chunk.row, chunk.tokens, chunk.start, chunk.held)
+            if chunk.start > 0:
+                self._check_state(chunk.row, chunk.tokens, chunk.start, chunk.held)
             self._check_targets(chunk)
         for chunk in chunks:
+            self._attend(chunk)
+        for chunk in chunks:
+            # Each layer writes all requests' keys and values before it reads any.
+            self._check_attention(chunk.row, chunk.tokens, chunk.start, chunk.held)
             self._compute(chunk)
+
+    def _attend(self, chunk: Chunk) -> None:
+        end = chunk.end - chunk.num_drafts + chunk.num_accepted_drafts
+        table = chunk.row.tables[ATTENTION_GROUP]
+        for i in range(chunk.start // self.geometry.block_size, self._end_column(chunk) + 1):
+            self._write(table, i, ATTENTION_GROUP, chunk.tokens, end)
 
     def _end_column(self, chunk: Chunk) -> int:
         return cdiv(chunk.end, self.geometry.block_size) - 1
@@ -172,8 +193,8 @@ class Shadow:
     def _compute(self, chunk: Chunk) -> None:
         row, tokens, column = chunk.row, chunk.tokens, self._end_column(chunk)
         running, accepted = chunk.end - chunk.num_drafts, chunk.num_accepted_drafts
-        block_size, end = self.geometry.block_size, running + accepted
-        aligned = end // block_size * block_size
+        block_size = self.geometry.block_size
+        aligned = (running + accepted) // block_size * block_size
         for group in range(1, self.num_groups):
             table = row.tables[group]
             if chunk.checkpoint:
@@ -186,8 +207,6 @@ class Shadow:
                 destination = table[aligned // block_size - 1]
                 if destination:
                     self.contents[destination] = state
-        for i in range(chunk.start // block_size, column + 1):
-            self._write(row.tables[ATTENTION_GROUP], i, ATTENTION_GROUP, tokens, end)
         stays = aligned >= running and aligned // block_size - 1 == column
         row.num_accepted = 1 if stays else accepted + 1
         row.state_column = column

@@ -264,7 +264,9 @@ class SharedPool:
         self.largest_held = 0
         """Most blocks that were held at a time."""
         self.seen: StepSeen | None = None
-        """What the last call of `allocate_slots` showed."""
+        """What the rule's call of `allocate_slots` showed; None where there was none."""
+        self.last_seen: dict[str, StepSeen] = {}
+        """What the last call showed, by request."""
         self.is_dead = False
         """Whether an exception ended the engine."""
         self.step_of_block: dict[int, StepSeen] = {}
@@ -291,13 +293,10 @@ class SharedPool:
         """
         if self.is_dead:
             raise NotPossible("the engine is dead")
-        self.seen = None
         try:
-            done: bool = getattr(self, f"_{rule.name}")(rule)
+            return self._checked(rule)
         except PlaceholderUsed as error:
             raise BindingError(f"core tier: {error}") from error
-        self._check(rule)
-        return done
 
     def _check(self, rule: Rule) -> None:
         held = self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks()
@@ -511,10 +510,11 @@ class SharedPool:
                 f"nobody else holds; served alone it holds "
                 f"{self.most_blocks(request, external)} at most"
             )
-            if self.seen is not None:
-                detail += f"; told it needs {self.seen.told}"
+            seen = self.last_seen.get(request.request_id)
+            if seen is not None:
+                detail += f"; told {seen.told}"
             self.violations.append(
-                NeverAdmitted(request.request_id, self.num_steps, 0, detail, self.seen)
+                NeverAdmitted(request.request_id, self.num_steps, 0, detail, seen)
             )
             self.is_dead = True
         return True
@@ -543,8 +543,10 @@ class SharedPool:
         return 0
 
     def _checked(self, rule: Rule) -> bool:
+        self.seen = None
         done: bool = getattr(self, f"_{rule.name}")(rule)
-        self._check(rule)
+        if rule.name != "alone":
+            self._check(rule)
         return done
 
     # ---- what there is to see --------------------------------------------------------------------
@@ -672,6 +674,7 @@ class SharedPool:
             reserved=reserved,
             raised=None if raised is None else type(raised).__name__,
         )
+        self.last_seen[request.request_id] = self.seen
         if raised is not None:
             self.is_dead = True
             detail = f"{type(raised).__name__}: {raised}"
