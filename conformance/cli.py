@@ -212,11 +212,15 @@ def conform(
 @_targets_option
 @_tier_option
 def replay(scenario_file: Path, targets: tuple[str, ...], tier: str) -> int:
-    """Replay a scenario on the real manager; by default on the targets that it shows a fault of."""
+    """Replay a scenario or a life on the real manager; a scenario by default on the targets that it
+    shows a fault of."""
+    from conformance.life_files import is_life
     from conformance.replay import Outcome, replay_in
     from conformance.report import show_replay
     from conformance.scenario import load
 
+    if is_life(scenario_file):
+        return _replay_life(scenario_file, targets or DEFAULT_TARGETS, tier)
     scenarios = load(scenario_file)
     predicted = dict.fromkeys(target for scenario in scenarios for target in _shows_on(scenario))
     if not scenarios:
@@ -235,6 +239,24 @@ def replay(scenario_file: Path, targets: tuple[str, ...], tier: str) -> int:
                 worst = NOT_AS_EXPECTED
     if not_run:
         raise CannotRun(f"{len(not_run)} replays could not be run, the first on {not_run[0]}")
+    return worst
+
+
+def _replay_life(file: Path, targets: Sequence[str], tier: str) -> int:
+    """Live a life again on targets; a violation that is not known is not as expected."""
+    from conformance.driver import BindingError
+    from conformance.life_files import load, replay_life
+
+    life, worst = load(file), AS_EXPECTED
+    for tree in _resolved(targets):
+        try:
+            seen = replay_life(tree.root, tier, life, tree.target)
+        except BindingError as error:
+            raise CannotRun(f"{tree.target}: {error}") from None
+        click.echo(f"{tree.target}: {seen.num_rules} rules, {len(seen.lines)} violations")
+        for line in seen.lines:
+            click.echo(f"  {line}")
+        worst = NOT_AS_EXPECTED if seen.num_unknown else worst
     return worst
 
 

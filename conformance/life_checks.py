@@ -343,17 +343,20 @@ KNOWN = (
 )
 
 
-def known_fault(violation: Violation, target: str) -> KnownFault | None:
+def known_fault(
+    violation: Violation, target: str, faults: Sequence[KnownFault] = KNOWN
+) -> KnownFault | None:
     """Return the known fault of a target that a violation may be; None for an unknown one.
 
     Args:
         violation: What was found.
         target: `vllm==X.Y.Z`, or anything else, of which nothing is known.
+        faults: Those to look among.
     """
     if violation.seen is None or not target.startswith("vllm=="):
         return None
     release = _numbers(target.removeprefix("vllm=="))
-    for fault in KNOWN:
+    for fault in faults:
         if (
             violation.theorem in fault.theorems
             and _numbers(fault.first) <= release <= _numbers(fault.last)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from conformance.driver import Driver, SharedPool
+from conformance.driver import BindingError, Driver, SharedPool, core_driver, vllm_driver
 from conformance.life_checks import CHECKS, Check, KnownFault, Violation, known_fault
 from conformance.lives import Life, NotPossible, Plan, Rule, Setting
+from conformance.replay import PROCESS_TIMEOUT_S, tier_environment
 from conformance.scenario import ScenarioError
 from spec.vocabulary import Geometry
 
@@ -54,6 +57,49 @@ def run_life(
             continue
         done += 1
     return seen_of(pool, target, done)
+
+
+@dataclass(frozen=True)
+class LifeReplayed:
+    """What a life showed, in lines."""
+
+    num_rules: int
+    lines: tuple[str, ...]
+    """One per violation, with the known fault that it may be."""
+    num_unknown: int
+
+
+def replay_life(root: Path, tier: str, life: Life, target: str) -> LifeReplayed:
+    """Live a life on a tree: here in the core tier, in a process of its own in the vllm tier.
+
+    Raises:
+        BindingError: It cannot be driven, or the process failed.
+    """
+    if tier == "core":
+        return _replayed(core_driver(root), life, target)
+    command = [sys.executable, "-m", "conformance.life_files", str(root), target]
+    done = subprocess.run(
+        command,
+        input=dumps(life),
+        capture_output=True,
+        text=True,
+        env=tier_environment(root),
+        timeout=PROCESS_TIMEOUT_S,
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no error shown"])[-1]
+        raise BindingError(f"vllm tier: {last}")
+    values = json.loads(done.stdout.splitlines()[-1])
+    return LifeReplayed(values["num_rules"], tuple(values["lines"]), values["num_unknown"])
+
+
+def _replayed(driver: Driver, life: Life, target: str) -> LifeReplayed:
+    seen = run_life(driver, life, target)
+    lines = tuple(
+        f"{violation} [{'NOT KNOWN' if fault is None else 'known: ' + fault.name}]"
+        for violation, fault in zip(seen.violations, seen.known, strict=True)
+    )
+    return LifeReplayed(seen.num_rules, lines, len(seen.unknown))
 
 
 def seen_of(pool: SharedPool, target: str, num_rules: int) -> LifeSeen:
@@ -143,3 +189,13 @@ def _record(kind: Any, values: Mapping[str, Any]) -> Any:
         if name not in ("geometry", "plans", "name") and not isinstance(value, int):
             raise TypeError(f"{name}: expected an integer, got {value!r}")
     return kind(**values)
+
+
+def _main(root: str, target: str) -> None:
+    """Live the life on the standard input in the vllm tier."""
+    seen = _replayed(vllm_driver(Path(root)), loads(sys.stdin.read()), target)
+    print(json.dumps(asdict(seen)))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
