@@ -226,7 +226,34 @@ def estimates(pool: SharedPool, rule: Rule) -> list[Violation]:
     return found
 
 
-CHECKS: tuple[Check, ...] = (conservation, live_state, estimates)
+class HoldsTooMany(Violation):
+    """A request holds more blocks of a Mamba group than the startup sizing reserves."""
+
+    theorem = "peak-within-sizing"
+
+
+def peak(pool: SharedPool, rule: Rule) -> list[Violation]:
+    """A request holds the last state and the new one, those of drafts, and one checkpoint.
+
+    vLLM: `v1/kv_cache_interface.py`, `MambaSpec.max_memory_usage_bytes`, align mode.
+    """
+    g = pool.geometry
+    most = 2 + g.num_speculative_blocks + g.num_prefill_checkpoint_blocks
+    return [
+        HoldsTooMany(
+            request.request_id,
+            pool.num_steps,
+            0,
+            f"holds {len(held)} blocks of group {group}, {most} are reserved",
+            pool.last_seen.get(request.request_id),
+        )
+        for request in pool.requests
+        for group, held in enumerate(pool.held(request))
+        if group > 0 and len(held) > most
+    ]
+
+
+CHECKS: tuple[Check, ...] = (conservation, live_state, estimates, peak)
 
 
 # ---- what is known -------------------------------------------------------------------------------

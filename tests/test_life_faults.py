@@ -71,12 +71,11 @@ FAULTS = (
         inside="class MambaManager",
     ),
     SeededFault(
-        "a state that has moved on is not retired",
-        MANAGERS,
-        "if blocks[last_state_block_idx] != self._null_block:",
-        "if not blocks:",
-        ("exact-estimate", "eventually-admitted", LIVE, "matches-intended"),
-        inside="class MambaManager",
+        "states that have moved on are not retired",
+        CACHE_MANAGER,
+        "        self.coordinator.remove_skipped_blocks(\n            request.request_id,\n",
+        "        (lambda *_, **named: None)(\n            request.request_id,\n",
+        ("peak-within-sizing", "no-undercount", "eventually-admitted"),
     ),
     SeededFault(
         "a copy on write has the wrong source",
