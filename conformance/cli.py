@@ -242,6 +242,73 @@ def replay(scenario_file: Path, targets: tuple[str, ...], tier: str) -> int:
     return worst
 
 
+@cli.command()
+@_targets_option
+@click.option(
+    "--blocks",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="Pool size, null block included; 0: the least that a request fits by itself.",
+)
+@click.option(
+    "--rules", type=click.IntRange(min=1), default=6, metavar="N", help="Rules in a life."
+)
+@click.option("--requests", type=click.IntRange(min=1), default=2, metavar="N")
+@click.option("--jobs", type=click.IntRange(min=1), default=os.cpu_count() or 1, metavar="N")
+@click.option("--backend", metavar="NAME", help="joblib backend; default: processes here.")
+@click.option(
+    "--resume",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Journal of what is done: read first, added to.",
+)
+@click.option("--save", type=click.Path(path_type=Path), metavar="FILE", help="Write a life found.")
+def explore(
+    targets: tuple[str, ...],
+    blocks: int,
+    rules: int,
+    requests: int,
+    jobs: int,
+    backend: str | None,
+    resume: Path | None,
+    save: Path | None,
+) -> int:
+    """Live every life up to a size on the real code; 1 where a violation is not known."""
+    from dataclasses import replace
+
+    from conformance import explore as exploring
+    from conformance.driver import core_driver
+    from conformance.life_files import dumps
+
+    worst = AS_EXPECTED
+    for tree in _resolved(targets or DEFAULT_TARGETS):
+        driver = core_driver(tree.root)
+        has_checkpoints = "num_prefill_checkpoint_blocks" in driver.bindings.spec_arguments
+        setting = exploring.small_setting(blocks, requests, has_checkpoints)
+        setting = setting if blocks else exploring.tight(driver, replace(setting, num_gpu_blocks=2))
+        found = exploring.explore_in_parallel(
+            tree.root,
+            setting,
+            exploring.Bounds(rules),
+            tree.target,
+            jobs=jobs,
+            journal=resume,
+            backend=backend,
+        )
+        click.echo(
+            f"{tree.target}: {setting.num_gpu_blocks} blocks, {requests} requests, {rules} rules: "
+            f"{found.num_states} states, {found.num_lives} lives, {found.num_known} with a known "
+            f"fault, {len(found.violations)} violations"
+        )
+        for line, life in found.violations[:10]:
+            click.echo(f"  {line}")
+            if save is not None:
+                save.write_text(dumps(life))
+        worst = NOT_AS_EXPECTED if found.violations else worst
+    return worst
+
+
 def _replay_life(file: Path, targets: Sequence[str], tier: str) -> int:
     """Live a life again on targets; a violation that is not known is not as expected."""
     from conformance.driver import BindingError

@@ -162,7 +162,11 @@ def _not_conserved(pool: SharedPool) -> Iterator[tuple[str, int, str]]:
         elif block.ref_cnt != listed[i]:
             yield "", i, f"ref_cnt {block.ref_cnt}, listed {listed[i]} times"
         elif (block.ref_cnt > 0) == (i in in_list):
-            yield "", i, f"ref_cnt {block.ref_cnt}, {'' if i in in_list else 'not '}in the free list"
+            yield (
+                "",
+                i,
+                f"ref_cnt {block.ref_cnt}, {'' if i in in_list else 'not '}in the free list",
+            )
     num_held = sum(block.ref_cnt > 0 for block in pool.pool.blocks[1:])
     if len(in_list) + num_held + 1 != pool.pool.num_gpu_blocks:
         total = pool.pool.num_gpu_blocks

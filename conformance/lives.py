@@ -605,9 +605,7 @@ class SharedPool:
             self.is_open = True
             self.manager.new_step_starts()
 
-    def _new_tokens_of_waiting(
-        self, request: Request, start: int, rule: Rule
-    ) -> tuple[int, int]:
+    def _new_tokens_of_waiting(self, request: Request, start: int, rule: Rule) -> tuple[int, int]:
         """Tokens to compute and drafts among them; 0 where the step has too few left."""
         num_new, num_spec = request.num_tokens - start, self.geometry.num_speculative_blocks
         prefills = any(entry.continues_prefill for entry in self.scheduled.values())

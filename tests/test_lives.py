@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 )
 
 from conformance.driver import Driver, core_driver
+from conformance.explore import Bounds, explore, small_setting, tight
 from conformance.life_checks import KNOWN, KnownFault, known_fault
 from conformance.life_files import dumps, load, run_life
 from conformance.life_scheduler import CALLERS
@@ -179,7 +180,9 @@ ABLE = {
 }
 
 
-def lived(driver: Driver, target: str, lives: int, save_to: Path | None = None, **values: Any) -> None:
+def lived(
+    driver: Driver, target: str, lives: int, save_to: Path | None = None, **values: Any
+) -> None:
     """Have a machine live; raises what the first unknown violation raises."""
     content = {"driver": driver, "target": target, "save_to": save_to, **values}
     run_state_machine_as_test(
@@ -224,3 +227,43 @@ def test_a_machine_that_is_told_nothing_finds_the_request_that_waits_for_ever(
     for mended in ("0.31.0", "0.33.0"):
         shown = run_life(driver_of(mended), life, f"vllm=={mended}").violations
         assert "eventually-admitted" not in [violation.theorem for violation in shown]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_every_short_life_shows_no_fault_that_is_not_known(release: str) -> None:
+    """All lives of two like requests and five rules, on the least pool that one of them fits."""
+    driver = driver_of(release)
+
+    found = explore(driver, tight(driver, small_setting(0, 2, True)), Bounds(5), f"vllm=={release}")
+
+    assert found.violations == ()
+    assert found.num_states > 100
+
+
+def test_a_life_replays_from_its_file(tmp_path: Path, capproof: Capproof) -> None:
+    """`capproof replay` accepts a life, and prints what each release shows."""
+    life = Life(
+        Setting(Geometry(2, 1, 0, 1, 1, False), 16, (Plan(8, 1),)),
+        (
+            Rule("admit", 0, 64, 3, True),
+            Rule("step"),
+            Rule("arrive"),
+            Rule("promote", 0, 64),
+            Rule("step"),
+        ),
+    )
+    file = tmp_path / "life.json"
+    file.write_text(dumps(life))
+
+    shown = capproof("replay", str(file), "--target", "vllm==0.33.0")
+
+    assert load(file) == life
+    assert shown.returncode == 0, shown.stderr
+    assert "expected cached state after 4 tokens" in shown.stdout
+    assert "known: state-cached-for-a-later-position" in shown.stdout
+
+
+def test_every_rule_of_callers_names_its_source() -> None:
+    """What the harness follows by hand can be looked up."""
+    assert all(".py" in caller.source or "/" in caller.source for caller in CALLERS)
+    assert len({caller.slug for caller in CALLERS}) == len(CALLERS)
