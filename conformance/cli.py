@@ -213,7 +213,8 @@ def conform(
 @_tier_option
 def replay(scenario_file: Path, targets: tuple[str, ...], tier: str) -> int:
     """Replay a scenario or a life on the real manager; a scenario by default on the targets that it
-    shows a fault of."""
+    shows a fault of.
+    """
     from conformance.life_files import is_life
     from conformance.replay import Outcome, replay_in
     from conformance.report import show_replay
@@ -276,11 +277,14 @@ def explore(
 ) -> int:
     """Live every life up to a size on the real code; 1 where a violation is not known."""
     from dataclasses import replace
+    from importlib.util import find_spec
 
     from conformance import explore as exploring
     from conformance.driver import core_driver
     from conformance.life_files import dumps
 
+    if (jobs > 1 or backend) and find_spec("joblib") is None:
+        raise CannotRun("joblib is not installed; install it, or give --jobs 1")
     worst = AS_EXPECTED
     for tree in _resolved(targets or DEFAULT_TARGETS):
         driver = core_driver(tree.root)

@@ -264,26 +264,34 @@ def explore_in_parallel(
         journal: JSON lines of the prefixes that are done, read first and added to.
         backend: Name of a joblib backend; None is joblib's own.
     """
-    from joblib import Parallel, delayed, parallel_config
-
     driver, found = core_driver(root), Explored()
     heading = repr((setting, bounds, target))
     done = _journal(journal, heading)
     works = [p for p in first_rules(driver, setting, bounds) if repr(p) not in done]
     for values in done.values():
         found.add(Explored(*values))
-    with parallel_config(backend=backend, n_jobs=jobs):
-        parts = Parallel(return_as="generator")(
-            delayed(_part)(str(root), setting, bounds, target, prefix) for prefix in works
-        )
-        for prefix, part in zip(works, parts, strict=True):
-            found.add(part)
-            # A part with violations is lived again, so that they are shown again.
-            if journal is not None and not part.violations:
-                with journal.open("a") as lines:
-                    numbers = [part.num_states, part.num_lives, part.num_known]
-                    lines.write(json.dumps([heading, repr(prefix), numbers]) + "\n")
+    parts = _spread(
+        [(str(root), setting, bounds, target, prefix) for prefix in works], jobs, backend
+    )
+    for prefix, part in zip(works, parts, strict=True):
+        found.add(part)
+        # A part with violations is lived again, so that they are shown again.
+        if journal is not None and not part.violations:
+            with journal.open("a") as lines:
+                numbers = [part.num_states, part.num_lives, part.num_known]
+                lines.write(json.dumps([heading, repr(prefix), numbers]) + "\n")
     return found
+
+
+def _spread(works: Sequence[tuple[Any, ...]], jobs: int, backend: str | None) -> Iterator[Explored]:
+    """Do the parts here, or with joblib; results in the order of the parts."""
+    if jobs == 1 and backend is None:
+        yield from (_part(*work) for work in works)
+        return
+    from joblib import Parallel, delayed, parallel_config
+
+    with parallel_config(backend=backend or "loky", n_jobs=jobs):
+        yield from Parallel(return_as="generator")(delayed(_part)(*work) for work in works)
 
 
 def _journal(journal: Path | None, heading: str) -> dict[str, list[int]]:

@@ -7,7 +7,6 @@ the tree's text and run on a stand-in for `self`. What is not taken but followed
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -208,7 +207,7 @@ def test_lives_show_no_fault_that_is_not_known(release: str) -> None:
 def test_a_machine_that_is_told_nothing_finds_the_request_that_waits_for_ever(
     tmp_path: Path,
 ) -> None:
-    """vLLM #57050: on 0.30.0 within `ENOUGH_LIVES` lives; what is saved replays without it."""
+    """On 0.30.0 #57050 shows within `ENOUGH_LIVES` lives; what is saved replays without it."""
     saved, of_57050 = tmp_path / "life.json", next(f for f in KNOWN if "#57050" in f.name)
     others = tuple(fault for fault in KNOWN if fault is not of_57050)
 
