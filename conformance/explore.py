@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -240,7 +241,13 @@ def first_rules(driver: Driver, setting: Setting, bounds: Bounds) -> list[tuple[
 def _part(
     root: str, setting: Setting, bounds: Bounds, target: str, prefix: tuple[Rule, ...]
 ) -> Explored:
-    return explore(core_driver(Path(root)), setting, bounds, target, prefix)
+    return explore(_driver(root), setting, bounds, target, prefix)
+
+
+@lru_cache(maxsize=4)
+def _driver(root: str) -> Driver:
+    """A process loads a tree once."""
+    return core_driver(Path(root))
 
 
 def explore_in_parallel(

@@ -172,7 +172,7 @@ class Shadow:
         return cdiv(chunk.end, self.geometry.block_size) - 1
 
     def _check_targets(self, chunk: Chunk) -> None:
-        """A step writes to blocks of its own only; column 0's null block takes what nobody needs."""
+        """A step writes to blocks of its own only; the null block takes what nobody needs."""
         block_size, column = self.geometry.block_size, self._end_column(chunk)
         columns = {0: range(chunk.start // block_size, column + 1)}
         for group in range(1, self.num_groups):
