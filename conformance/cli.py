@@ -212,9 +212,7 @@ def conform(
 @_targets_option
 @_tier_option
 def replay(scenario_file: Path, targets: tuple[str, ...], tier: str) -> int:
-    """Replay a scenario or a life on the real manager; a scenario by default on the targets that it
-    shows a fault of.
-    """
+    """Replay a scenario, by default where it shows a fault, or a life, on the real manager."""
     from conformance.life_files import is_life
     from conformance.replay import Outcome, replay_in
     from conformance.report import show_replay
