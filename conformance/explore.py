@@ -15,9 +15,9 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from conformance.driver import Driver, SharedPool, core_driver
+from conformance.driver import Driver, core_driver
 from conformance.life_checks import known_fault
-from conformance.lives import Life, NotPossible, Plan, Rule, Setting, Stage
+from conformance.lives import Life, NotPossible, Plan, Rule, Setting, SharedPool, Stage
 from spec.vocabulary import Geometry
 
 #: Tokens that a prefill or a decode step has left for a request, besides all of them: a grid.
@@ -276,7 +276,7 @@ def explore_in_parallel(
     done = _journal(journal, heading)
     works = [p for p in first_rules(driver, setting, bounds) if repr(p) not in done]
     for values in done.values():
-        found.add(Explored(*values))
+        found.add(Explored(values[0], values[1], values[2]))
     parts = _spread(
         [(str(root), setting, bounds, target, prefix) for prefix in works], jobs, backend
     )

@@ -361,7 +361,7 @@ KNOWN = (
         "checkpoint-takes-draft-blocks",
         "0.30.0",
         "0.31.0",
-        ("matches-intended",),
+        ("matches-intended", "peak-within-sizing"),
         lambda s: s.geometry.num_speculative_blocks > 0 and reserves_checkpoint(s),
     ),
     KnownFault(

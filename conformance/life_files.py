@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from conformance.driver import BindingError, Driver, SharedPool, core_driver, vllm_driver
+from conformance.driver import BindingError, Driver, core_driver, vllm_driver
 from conformance.life_checks import CHECKS, Check, KnownFault, Violation, known_fault
-from conformance.lives import Life, NotPossible, Plan, Rule, Setting
+from conformance.lives import Life, NotPossible, Plan, Rule, Setting, SharedPool
 from conformance.replay import PROCESS_TIMEOUT_S, tier_environment
 from conformance.scenario import ScenarioError
 from spec.vocabulary import Geometry
