@@ -212,7 +212,8 @@ def conform(
 @_targets_option
 @_tier_option
 def replay(scenario_file: Path, targets: tuple[str, ...], tier: str) -> int:
-    """Replay a scenario on the real manager; by default on the targets that it shows a fault of."""
+    """Replay a scenario, by default where it shows a fault, or a life, on the real manager."""
+    from conformance.life_files import is_life
     from conformance.replay import Outcome, replay_in
     from conformance.report import show_replay
     from conformance.scenario import load
@@ -222,6 +223,8 @@ def replay(scenario_file: Path, targets: tuple[str, ...], tier: str) -> int:
     with suppress(OSError, ValueError):  # `load` says what is wrong with it.
         if is_workload(scenario_file.read_bytes()):
             return _run_workloads([load_workload(scenario_file)], targets, tier)
+    if is_life(scenario_file):
+        return _replay_life(scenario_file, targets or DEFAULT_TARGETS, tier)
     scenarios = load(scenario_file)
     predicted = dict.fromkeys(target for scenario in scenarios for target in _shows_on(scenario))
     if not scenarios:
@@ -255,6 +258,94 @@ def workloads(targets: tuple[str, ...], names: tuple[str, ...]) -> int:
         if name not in known:
             raise CannotRun(f"unknown workload {name!r}; see conformance/workloads.toml")
     return _run_workloads([known[name] for name in names or known], targets, "vllm")
+
+
+@cli.command()
+@_targets_option
+@click.option(
+    "--blocks",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="Pool size, null block included; 0: the least that a request fits by itself.",
+)
+@click.option(
+    "--rules", type=click.IntRange(min=1), default=6, metavar="N", help="Rules in a life."
+)
+@click.option("--requests", type=click.IntRange(min=1), default=2, metavar="N")
+@click.option("--jobs", type=click.IntRange(min=1), default=1, metavar="N", help="joblib workers.")
+@click.option("--backend", metavar="NAME", help="joblib backend; default: processes here.")
+@click.option(
+    "--resume",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Journal of what is done: read first, added to.",
+)
+@click.option("--save", type=click.Path(path_type=Path), metavar="FILE", help="Write a life found.")
+def explore(
+    targets: tuple[str, ...],
+    blocks: int,
+    rules: int,
+    requests: int,
+    jobs: int,
+    backend: str | None,
+    resume: Path | None,
+    save: Path | None,
+) -> int:
+    """Live every life up to a size on the real code; 1 where a violation is not known."""
+    from dataclasses import replace
+    from importlib.util import find_spec
+
+    from conformance import explore as exploring
+    from conformance.driver import core_driver
+    from conformance.life_files import dumps
+
+    if (jobs > 1 or backend) and find_spec("joblib") is None:
+        raise CannotRun("joblib is not installed; install it, or give --jobs 1")
+    worst = AS_EXPECTED
+    for tree in _resolved(targets or DEFAULT_TARGETS):
+        driver = core_driver(tree.root)
+        has_checkpoints = "num_prefill_checkpoint_blocks" in driver.bindings.spec_arguments
+        setting = exploring.small_setting(blocks, requests, has_checkpoints)
+        setting = setting if blocks else exploring.tight(driver, replace(setting, num_gpu_blocks=2))
+        found = exploring.explore_in_parallel(
+            tree.root,
+            setting,
+            exploring.Bounds(rules),
+            tree.target,
+            jobs=jobs,
+            journal=resume,
+            backend=backend,
+        )
+        click.echo(
+            f"{tree.target}: {setting.num_gpu_blocks} blocks, {requests} requests, {rules} rules: "
+            f"{found.num_states} states, {found.num_lives} lives, {found.num_known} with a known "
+            f"fault, {len(found.violations)} violations"
+        )
+        for line, life in found.violations[:10]:
+            click.echo(f"  {line}")
+            if save is not None:
+                save.write_text(dumps(life))
+        worst = NOT_AS_EXPECTED if found.violations else worst
+    return worst
+
+
+def _replay_life(file: Path, targets: Sequence[str], tier: str) -> int:
+    """Live a life again on targets; a violation that is not known is not as expected."""
+    from conformance.driver import BindingError
+    from conformance.life_files import load, replay_life
+
+    life, worst = load(file), AS_EXPECTED
+    for tree in _resolved(targets):
+        try:
+            seen = replay_life(tree.root, tier, life, tree.target)
+        except BindingError as error:
+            raise CannotRun(f"{tree.target}: {error}") from None
+        click.echo(f"{tree.target}: {seen.num_rules} rules, {len(seen.lines)} violations")
+        for line in seen.lines:
+            click.echo(f"  {line}")
+        worst = NOT_AS_EXPECTED if seen.num_unknown else worst
+    return worst
 
 
 @cli.command()

@@ -7,12 +7,15 @@ per process. What releases call things is found by `conformance.bindings`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from conformance.bindings import BindingError, DriverError, Modules, bind, import_vllm
 from conformance.group_bindings import GroupBindings, bind_groups
 from conformance.groups import GroupsUnderTest
+from conformance.life_checks import CHECKS, Check
+from conformance.lives import Setting, SharedPool
 from conformance.pools import PoolShelf
 from conformance.request import MAX_TABLE_COLUMNS, LimitError, Observation, RequestUnderTest
 from models.loader import Core, CoreError
@@ -55,6 +58,7 @@ class Driver:
         self._pools = PoolShelf(self.bindings)
         self._modules = modules
         self._group_bindings: GroupBindings | None = None
+        self._most: dict[Any, int] = {}
 
     def request(
         self, geometry: Geometry, num_gpu_blocks: int, num_mamba_groups: int = 0
@@ -93,6 +97,21 @@ class Driver:
             geometry, self._spec(geometry), num_gpu_blocks, num_mamba_groups
         )
         return GroupsUnderTest(self.bindings, self._group_bindings, geometry, manager, self._pools)
+
+    def shared_pool(self, setting: Setting, checks: Sequence[Check] = CHECKS) -> SharedPool:
+        """Return several requests on one `KVCacheManager`, none of them admitted yet.
+
+        Args:
+            setting: What is fixed over their lives.
+            checks: What is checked after every rule.
+
+        Raises:
+            BindingError: The release lacks something that the setting or the harness needs.
+        """
+        if self._group_bindings is None:
+            self._group_bindings = bind_groups(self._modules)
+        spec = self._spec(setting.geometry)
+        return SharedPool(self.bindings, self._group_bindings, setting, spec, checks, self._most)
 
     def _spec(self, geometry: Geometry) -> Any:
         spec = self._specs.get(geometry)

@@ -1,0 +1,401 @@
+"""What must hold after every rule of a life, and which faults of releases are known.
+
+Each check looks at a `SharedPool` and returns what it found, never raises; a violation is one line
+with request, step and block. Which of them releases are known to show is data: `KNOWN`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from conformance.life_shadow import StateLost
+from conformance.pools import hash_map_ids
+from models.intended import need
+from spec.families import (
+    adopts_hit,
+    family_of,
+    is_overwide,
+    reserves_checkpoint,
+    tags_of,
+)
+from spec.vocabulary import Situation
+
+if TYPE_CHECKING:
+    from conformance.lives import Rule, SharedPool
+
+
+@dataclass(frozen=True)
+class StepSeen:
+    """What one call of `allocate_slots` showed, in blocks; None for what was not reached."""
+
+    request: str
+    situation: Situation
+    gate: int | None
+    estimate: int | None
+    drawn: int | None
+    """None where it was refused, or raised."""
+    free: int
+    """Free blocks when the estimate was compared."""
+    reserved: int
+    """Blocks left for others."""
+    raised: str | None
+
+    @property
+    def told(self) -> str:
+        """What the request was told that it needs."""
+        gate = "" if self.gate is None else f"gate {self.gate}, "
+        return f"{gate}estimate {self.estimate}, reserved {self.reserved}"
+
+
+@dataclass(frozen=True)
+class Violation:
+    """Something does not hold. Subclasses say what."""
+
+    request: str
+    """Empty where it is of no request."""
+    step: int
+    """Steps run before."""
+    block: int
+    """Block id; 0 where it is of no block."""
+    detail: str
+    seen: StepSeen | None = None
+
+    theorem = ""
+
+    def __str__(self) -> str:
+        """One line."""
+        of = "".join(
+            f" {name} {value}"
+            for name, value in (("request", self.request), ("block", self.block))
+            if value
+        )
+        kind = ""
+        if self.seen is not None:
+            kind = ", ".join([family_of(self.seen.situation), *tags_of(self.seen.situation)])
+            kind = f" ({kind})"
+        return f"{self.theorem} [{type(self).__name__}] step {self.step}{of}{kind}: {self.detail}"
+
+
+class NotConserved(Violation):
+    """Blocks were lost, or are counted twice."""
+
+    theorem = "conservation"
+
+
+class LiveStateLost(Violation):
+    """A state that the next step reads, or a cached one, is not where it is looked for."""
+
+    theorem = "live-state-kept"
+
+
+class Undercounted(Violation):
+    """A step drew more than was estimated."""
+
+    theorem = "no-undercount"
+
+
+class NotExact(Violation):
+    """A step drew less than was estimated."""
+
+    theorem = "exact-estimate"
+
+
+class NotAsIntended(Violation):
+    """A step drew other than it needs."""
+
+    theorem = "matches-intended"
+
+
+class PoolRanDry(Violation):
+    """`allocate_slots` raised: the engine ends."""
+
+    theorem = "allocation-succeeds"
+
+
+class NeverAdmitted(Violation):
+    """A request that would fit a pool of its own is refused though nobody else holds a block."""
+
+    theorem = "eventually-admitted"
+
+
+Check = Callable[["SharedPool", "Rule"], Sequence[Violation]]
+
+
+# ---- conservation --------------------------------------------------------------------------------
+
+
+def conservation(pool: SharedPool, rule: Rule) -> list[Violation]:
+    """Free blocks, held blocks and the null block are all there are, and counted right."""
+    problems = list(_not_conserved(pool))
+    return [NotConserved(request, pool.num_steps, block, d) for request, block, d in problems]
+
+
+def _not_conserved(pool: SharedPool) -> Iterator[tuple[str, int, str]]:
+    """Request, block and what is wrong."""
+    listed: Counter[int] = Counter()
+    for group, manager in enumerate(pool.managers):
+        for request, table in manager.req_to_blocks.items():
+            ids = [block.block_id for block in table if not block.is_null]
+            if len(set(ids)) < len(ids):
+                twice = next(i for i, n in Counter(ids).items() if n > 1)
+                yield request, twice, f"stands twice in the table of group {group}"
+            listed.update(ids)
+    for pair in pool.pending_copies():
+        listed.update(block.block_id for block in pair)
+    queue = pool.pool.free_block_queue
+    free = [block.block_id for block in queue.get_all_free_blocks()]
+    if len(free) != pool.pool.get_num_free_blocks():
+        counter = pool.pool.get_num_free_blocks()
+        yield "", 0, f"the free list has {len(free)} blocks, its counter says {counter}"
+    in_list = set(free)
+    if len(in_list) < len(free):
+        twice = next(i for i, n in Counter(free).items() if n > 1)
+        yield "", twice, "stands twice in the free list"
+    for block in pool.pool.blocks:
+        i = block.block_id
+        if block.is_null:
+            if i in in_list:
+                yield "", i, "the null block is in the free list"
+        elif block.ref_cnt != listed[i]:
+            yield "", i, f"ref_cnt {block.ref_cnt}, listed {listed[i]} times"
+        elif (block.ref_cnt > 0) == (i in in_list):
+            yield (
+                "",
+                i,
+                f"ref_cnt {block.ref_cnt}, {'' if i in in_list else 'not '}in the free list",
+            )
+    num_held = sum(block.ref_cnt > 0 for block in pool.pool.blocks[1:])
+    if len(in_list) + num_held + 1 != pool.pool.num_gpu_blocks:
+        total = pool.pool.num_gpu_blocks
+        yield "", 0, f"{len(in_list)} free, {num_held} held and the null block are not {total}"
+
+
+# ---- live states ---------------------------------------------------------------------------------
+
+
+def live_state(pool: SharedPool, rule: Rule) -> list[Violation]:
+    """What the next steps read is there: states, keys and values, cached blocks, copy sources."""
+    found: list[Violation] = []
+
+    def note(request: str, lost: StateLost) -> None:
+        seen = pool.step_of_block.get(lost.block)
+        found.append(LiveStateLost(request, pool.num_steps, lost.block, lost.detail, seen))
+
+    for request in pool.requests:
+        if request.row is None or request.stage.value in ("loading", "leaving", "arrived"):
+            continue
+        if request.number in pool.scheduled:
+            continue  # What it reads is checked when the step runs.
+        try:
+            tokens = request.tokens(request.num_computed_tokens)
+            pool.shadow.check_start(
+                request.row, tokens, request.num_computed_tokens, pool.held(request)
+            )
+        except StateLost as lost:
+            note(request.request_id, lost)
+    if not pool.is_open:
+        for key, ids in hash_map_ids(pool.pool).items():
+            group, tokens = int.from_bytes(key[-4:], "big"), pool.hasher.tokens(key[:-4])
+            for block in ids:
+                try:
+                    pool.shadow.check_cached(block, group, tokens)
+                except StateLost as lost:
+                    note("", lost)
+    return found
+
+
+# ---- estimates -----------------------------------------------------------------------------------
+
+
+def estimates(pool: SharedPool, rule: Rule) -> list[Violation]:
+    """The step drew what was estimated, and what it needs."""
+    seen = pool.seen
+    if seen is None or seen.estimate is None or seen.estimate > pool.pool.num_gpu_blocks:
+        return []  # Deferred by design: a hit that was cached in this same step.
+    step, found = pool.num_steps, list[Violation]()
+    drawn = seen.drawn
+    if drawn is not None:
+        numbers = f"estimate {seen.estimate}, drawn {drawn}"
+        if drawn > seen.estimate:
+            found.append(Undercounted(seen.request, step, 0, numbers, seen))
+        elif drawn < seen.estimate:
+            found.append(NotExact(seen.request, step, 0, numbers, seen))
+    needed = need(seen.situation)
+    if seen.estimate != needed or (drawn is not None and drawn != needed):
+        numbers = f"estimate {seen.estimate}, drawn {drawn}, needed {needed}"
+        found.append(NotAsIntended(seen.request, step, 0, numbers, seen))
+    return found
+
+
+class HoldsTooMany(Violation):
+    """A request holds more blocks of a Mamba group than the startup sizing reserves."""
+
+    theorem = "peak-within-sizing"
+
+
+def peak(pool: SharedPool, rule: Rule) -> list[Violation]:
+    """A request holds the last state and the new one, those of drafts, and one checkpoint.
+
+    vLLM: `v1/kv_cache_interface.py`, `MambaSpec.max_memory_usage_bytes`, align mode.
+    """
+    g = pool.geometry
+    most = 2 + g.num_speculative_blocks + g.num_prefill_checkpoint_blocks
+    return [
+        HoldsTooMany(
+            request.request_id,
+            pool.num_steps,
+            0,
+            f"holds {len(held)} blocks of group {group}, {most} are reserved",
+            pool.last_seen.get(request.request_id),
+        )
+        for request in pool.requests
+        for group, held in enumerate(pool.held(request))
+        if group > 0 and len(held) > most
+    ]
+
+
+CHECKS: tuple[Check, ...] = (conservation, live_state, estimates, peak)
+
+
+# ---- what is known -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KnownFault:
+    """A fault of releases that `docs/findings.md` describes."""
+
+    name: str
+    first: str
+    """The first release that has it."""
+    last: str
+    theorems: tuple[str, ...]
+    holds: Callable[[Situation], Any]
+    """Whether a step may show it."""
+
+
+_ESTIMATE = ("no-undercount", "exact-estimate", "matches-intended")
+
+
+def _is_partial(s: Situation) -> bool:
+    return bool(s.owns_partial_tail) or bool(
+        s.num_hit_blocks and s.call.num_local_computed_tokens % s.geometry.block_size
+    )
+
+
+def _runs_past_a_boundary(s: Situation) -> bool:
+    """Whether the chunk starts inside a block and does not stop where that block ends."""
+    start, block_size = s.call.total_computed_tokens, s.geometry.block_size
+    boundary = (start // block_size + 1) * block_size
+    return bool(start % block_size and s.call.num_tokens_main_model > boundary)
+
+
+KNOWN = (
+    KnownFault(
+        "external-block-not-estimated",
+        "0.24.0",
+        "0.33.0",
+        (*_ESTIMATE, "allocation-succeeds"),
+        lambda s: s.num_external_tokens > 0 and not adopts_hit(s),
+    ),
+    KnownFault(
+        "table-longer-than-required",
+        "0.24.0",
+        "0.33.0",
+        (*_ESTIMATE, "allocation-succeeds"),
+        is_overwide,
+    ),
+    KnownFault(
+        "estimate-grows-with-the-prompt (vLLM #57050)",
+        "0.30.0",
+        "0.30.0",
+        ("exact-estimate", "matches-intended", "eventually-admitted"),
+        lambda s: s.table_length > 0 and reserves_checkpoint(s),
+    ),
+    KnownFault(
+        "state-cached-for-a-later-position",
+        "0.30.0",
+        "0.33.0",
+        ("live-state-kept",),
+        lambda s: s.geometry.num_prefill_checkpoint_blocks > 0 and _runs_past_a_boundary(s),
+    ),
+    KnownFault(
+        "gate-counts-a-checkpoint-that-no-chunk-keeps",
+        "0.30.0",
+        "0.33.0",
+        ("eventually-admitted",),
+        lambda s: (
+            s.table_length > 0
+            and s.geometry.num_prefill_checkpoint_blocks > 0
+            and s.num_request_tokens > s.call.num_tokens_main_model
+        ),
+    ),
+    KnownFault(
+        "hit-takes-more-than-it-saves",
+        "0.24.0",
+        "0.33.0",
+        ("eventually-admitted",),
+        lambda s: s.num_hit_blocks > 0,
+    ),
+    KnownFault(
+        "draft-blocks-cached-as-states",
+        "0.30.0",
+        "0.31.0",
+        ("live-state-kept",),
+        lambda s: (
+            s.geometry.num_speculative_blocks > 0
+            and s.table_length > 0
+            and bool(reserves_checkpoint(s))
+        ),
+    ),
+    KnownFault(
+        "tail-in-its-own-block",
+        "0.26.0",
+        "0.30.0",
+        ("exact-estimate", "matches-intended", "eventually-admitted"),
+        _is_partial,
+    ),
+    KnownFault(
+        "checkpoint-takes-draft-blocks",
+        "0.30.0",
+        "0.31.0",
+        ("matches-intended", "peak-within-sizing"),
+        lambda s: s.geometry.num_speculative_blocks > 0 and reserves_checkpoint(s),
+    ),
+    KnownFault(
+        "checkpoint-of-a-hit",
+        "0.29.0",
+        "0.29.0",
+        ("exact-estimate", "matches-intended"),
+        lambda s: s.geometry.num_prefill_checkpoint_blocks > 0,
+    ),
+)
+
+
+def known_fault(
+    violation: Violation, target: str, faults: Sequence[KnownFault] = KNOWN
+) -> KnownFault | None:
+    """Return the known fault of a target that a violation may be; None for an unknown one.
+
+    Args:
+        violation: What was found.
+        target: `vllm==X.Y.Z`, or anything else, of which nothing is known.
+        faults: Those to look among.
+    """
+    if violation.seen is None or not target.startswith("vllm=="):
+        return None
+    release = _numbers(target.removeprefix("vllm=="))
+    for fault in faults:
+        if (
+            violation.theorem in fault.theorems
+            and _numbers(fault.first) <= release <= _numbers(fault.last)
+            and bool(fault.holds(violation.seen.situation))
+        ):
+            return fault
+    return None
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in release.split(".") if part.isdigit())

@@ -1,0 +1,828 @@
+"""Several requests on one real `KVCacheManager`, from admission to their end, and what must hold.
+
+A `Life` says which requests share a pool and which rules are applied to them, each a call with
+integers. `SharedPool` applies them as the scheduler does (`life_scheduler.CALLERS`), and checks
+after every rule: `life_checks` says what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+from conformance.bindings import BindingError, Bindings, DriverError, accepted_arguments, taken
+from conformance.group_bindings import GroupBindings
+from conformance.life_checks import (
+    Check,
+    LiveStateLost,
+    NeverAdmitted,
+    PoolRanDry,
+    StepSeen,
+    Violation,
+)
+from conformance.life_scheduler import SchedulerStandIn, scheduler_text
+from conformance.life_shadow import ATTENTION_GROUP, Chunk, Shadow, StateLost, Tokens, WorkerRow
+from models.loader import PlaceholderUsed
+from spec.families import checkpoint_position, reserves_checkpoint
+from spec.logic import cdiv
+from spec.vocabulary import Call, Geometry, Situation
+
+FIRST_MAMBA_GROUP = 1
+#: Bytes that stand for one hash; that of a block ends with that of its last hash unit.
+_HASH_BYTES = 8
+#: Attempts after which a request that is alone counts as never admitted. One may be deferred by a
+#: hit that was cached in the same step.
+MAX_ATTEMPTS = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One request: how many tokens it brings, how many it makes, and which of them others have."""
+
+    num_prompt_tokens: int
+    max_tokens: int = 1
+    """Output tokens after which it is finished."""
+    num_shared_tokens: int = 0
+    """The first so many tokens, outputs included, are the same as every other request's."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is fixed over a life."""
+
+    geometry: Geometry
+    num_gpu_blocks: int
+    """Pool size in blocks, null block included."""
+    plans: tuple[Plan, ...]
+    num_mamba_groups: int = 1
+    max_num_scheduled_tokens: int = 64
+    """Tokens that one step may compute."""
+    num_lookahead_tokens: int = 0
+    """Tokens behind a step's end that get slots, for a draft model."""
+    full_sequence_must_fit: bool = True
+    """Whether an admission asks the full-sequence gate."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule applied: its name, and what it is given. Fields that a rule does not use are 0."""
+
+    name: str
+    request: int = 0
+    num_tokens: int = 0
+    """Tokens that the step has left for the request."""
+    num_external_tokens: int = 0
+    loads_asynchronously: bool = False
+    num_accepted: int = 0
+    """Drafts accepted, of those scheduled."""
+
+
+@dataclass(frozen=True)
+class Life:
+    """A setting and the rules applied; plain data, replays without anything else."""
+
+    setting: Setting
+    rules: tuple[Rule, ...]
+
+
+class Stage(str, Enum):
+    """Where a request stands, in the scheduler's words."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    ARRIVED = "arrived"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    LEAVING = "leaving"
+    ENDED = "ended"
+
+
+#: Stages in which `admit` applies: no tokens computed, no blocks.
+ADMITTED_FROM = (Stage.WAITING, Stage.PREEMPTED)
+
+
+@dataclass(eq=False)
+class Request:
+    """Stands in for vLLM's `Request`, and remembers what the harness needs of it."""
+
+    request_id: str
+    plan: Plan
+    number: int
+    hasher: _Hasher
+    status: Any = None
+    stage: Stage = Stage.WAITING
+    num_computed_tokens: int = 0
+    num_output_tokens: int = 0
+    num_drafts: int = 0
+    """Draft tokens that wait to be judged."""
+    num_preemptions: int = 0
+    shared_prefix_boundary: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+    row: WorkerRow | None = None
+    external_start: int = 0
+    """Where the tokens begin that are being loaded."""
+    # What vLLM reads besides, and what it is here.
+    num_in_flight_tokens: int = 0
+    skip_reading_prefix_cache: bool = False
+    lora_request: Any = None
+    mm_features: tuple[Any, ...] = ()
+    cache_salt: str | None = None
+    all_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.update_hashes()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return self.plan.num_prompt_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, outputs included."""
+        return self.plan.num_prompt_tokens + self.num_output_tokens
+
+    @property
+    def prefill_length(self) -> int:
+        """Tokens to prefill. vLLM: `KVCacheManager.allocate_slots`, `prefill_end`."""
+        return max(self.num_prompt_tokens, self.num_tokens - 1)
+
+    def tokens(self, end: int) -> Tokens:
+        """The first tokens; those not made yet are what they will be."""
+        shared = min(end, self.plan.num_shared_tokens)
+        return (0,) * shared + (self.number + 1,) * (end - shared)
+
+    def update_hashes(self) -> None:
+        """Hash the units that are full. vLLM: `Request.update_block_hashes`."""
+        self.hasher.extend(self)
+
+
+class _Hasher:
+    """Hashes of prefixes, numbered as they are met, so that a hash tells its tokens."""
+
+    def __init__(self, hash_block_size: int) -> None:
+        self._unit = hash_block_size
+        self._numbers: dict[Tokens, bytes] = {}
+        self._prefixes: dict[bytes, Tokens] = {}
+
+    def extend(self, request: Request) -> None:
+        for i in range(len(request.block_hashes), request.num_tokens // self._unit):
+            prefix = request.tokens((i + 1) * self._unit)
+            number = self._numbers.get(prefix)
+            if number is None:
+                number = (len(self._numbers) + 1).to_bytes(_HASH_BYTES, "big")
+                self._numbers[prefix], self._prefixes[number] = number, prefix
+            request.block_hashes.append(number)
+
+    def tokens(self, block_hash: bytes) -> Tokens:
+        """The tokens that a block's hash covers."""
+        return self._prefixes[bytes(block_hash[-_HASH_BYTES:])]
+
+
+@dataclass
+class _Scheduled:
+    """A request of the step that is being scheduled."""
+
+    request: Request
+    start: int
+    num_new: int
+    num_drafts: int
+    num_accepted: int
+    checkpoint: int
+    external_start: int
+    continues_prefill: bool
+    """Whether the request's last step left prefill to do. vLLM: `Request.is_prefill_chunk`."""
+    seen: StepSeen
+
+
+class NotPossible(DriverError):
+    """The rule does not apply in this state; nothing was done."""
+
+
+class SharedPool:
+    """Requests that share one real `KVCacheManager`; `apply` rules to them.
+
+    Args:
+        bindings: Of the tree.
+        group_bindings: Of the tree.
+        setting: What is fixed.
+        mamba_spec: What `Bindings.new_spec` returns for the geometry.
+        checks: What is checked after every rule.
+        most: Blocks that requests hold at most; filled by pools of the tree as they need it.
+        num_gpu_blocks: Pool size, where it is another than the setting's.
+    """
+
+    def __init__(
+        self,
+        bindings: Bindings,
+        group_bindings: GroupBindings,
+        setting: Setting,
+        mamba_spec: Any,
+        checks: Sequence[Check],
+        most: dict[Any, int],
+        num_gpu_blocks: int | None = None,
+    ) -> None:
+        g = setting.geometry
+        self.setting, self.geometry = setting, g
+        self.manager = group_bindings.new_kv_cache_manager(
+            g, mamba_spec, num_gpu_blocks or setting.num_gpu_blocks, setting.num_mamba_groups
+        )
+        self.coordinator, self.pool = self.manager.coordinator, self.manager.block_pool
+        self.managers = tuple(self.coordinator.single_type_managers)
+        for manager in self.managers[FIRST_MAMBA_GROUP:]:
+            bindings.set_as_coordinator_does(g, manager)
+        self._statuses = group_bindings.statuses
+        self._rebuild = (bindings, group_bindings, mamba_spec)
+        self._text = scheduler_text(group_bindings.file)
+        self._scheduler = SchedulerStandIn(
+            self._text,
+            g,
+            self.manager,
+            setting.max_num_scheduled_tokens,
+            setting.num_lookahead_tokens,
+        )
+        self._allocate_arguments = accepted_arguments(
+            self.manager.allocate_slots,
+            _ALLOCATE_ARGUMENTS,
+            f"{group_bindings.file}: KVCacheManager.allocate_slots",
+            needed=_ALLOCATE_ARGUMENTS[:6],
+        )
+        self.hasher = _Hasher(g.hash_block_size)
+        self.requests = tuple(
+            Request(f"r{i}", plan, i, self.hasher, status=self._statuses["WAITING"])
+            for i, plan in enumerate(setting.plans)
+        )
+        self.shadow = Shadow(g, len(self.managers))
+        self.scheduled: dict[int, _Scheduled] = {}
+        self.inflight_prefills: list[Request] = []
+        self.admits_no_more = self.has_admitted = False
+        self.is_open = False
+        """Whether a step is being scheduled."""
+        self.num_steps = 0
+        self.largest_held = 0
+        """Most blocks that were held at a time."""
+        self.seen: StepSeen | None = None
+        """What the rule's call of `allocate_slots` showed; None where there was none."""
+        self.last_seen: dict[str, StepSeen] = {}
+        """What the last call showed, by request."""
+        self.is_dead = False
+        """Whether an exception ended the engine."""
+        self.step_of_block: dict[int, StepSeen] = {}
+        """The last step of a request that held the block."""
+        self.violations: list[Violation] = []
+        """What the checks found, known faults among them."""
+        self._checks, self._most = checks, most
+        self._estimates: list[tuple[int, int]] = []
+        self._is_asking = False
+        self._watch_estimates()
+
+    # ---- rules -----------------------------------------------------------------------------------
+
+    def apply(self, rule: Rule) -> bool:
+        """Apply a rule and check what must hold.
+
+        Returns:
+            Whether anything was scheduled, freed, loaded or computed; False where `allocate_slots`
+            refused.
+
+        Raises:
+            NotPossible: The rule does not apply here.
+            BindingError: The core tier cannot run it.
+        """
+        if self.is_dead:
+            raise NotPossible("the engine is dead")
+        try:
+            return self._checked(rule)
+        except PlaceholderUsed as error:
+            raise BindingError(f"core tier: {error}") from error
+
+    def _check(self, rule: Rule) -> None:
+        held = self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks()
+        self.largest_held = max(self.largest_held, held)
+        if not self.is_dead:
+            for check in self._checks:
+                self.violations += check(self, rule)
+        # What comes of a lost state would be found again and again.
+        self.is_dead |= any(v.theorem == "live-state-kept" for v in self.violations)
+
+    def _admit(self, rule: Rule) -> bool:
+        """Admit a waiting or preempted request. vLLM: `Scheduler.schedule`, waiting requests."""
+        request = self._request(rule, *ADMITTED_FROM)
+        if self.admits_no_more:
+            raise NotPossible("the step admits nobody any more")
+        self._begin()
+        hit = self.manager.get_computed_blocks(request)
+        blocks, local = hit[0], hit[1]
+        request.shared_prefix_boundary = hit[2] if len(hit) > 2 else 0
+        external = rule.num_external_tokens
+        inside = local % self.geometry.block_size
+        if inside and external > inside and hasattr(self.manager, "truncate_computed_blocks"):
+            local -= inside
+            blocks = self.manager.truncate_computed_blocks(blocks, local)
+        elif inside:
+            external = 0
+        # One token is left to compute.
+        external = max(min(external, request.num_tokens - 1 - local), 0)
+        start, is_async = local + external, rule.loads_asynchronously and external > 0
+        lookahead, drafts = self.setting.num_lookahead_tokens, 0
+        num_new = reserved = 0
+        if is_async:
+            lookahead = 0
+            reserved = self._scheduler.reserved_blocks(self.inflight_prefills)
+        else:
+            num_new, drafts = self._new_tokens_of_waiting(request, start, rule)
+            if num_new > 0:
+                num_new = self._scheduler.split(request, num_new, local, external)
+            if drafts and num_new != 1 + drafts:
+                num_new, drafts = min(num_new, 1), 0
+            if num_new == 0:
+                self.admits_no_more = True
+                return False
+        allocated = self._allocate(
+            request,
+            rule,
+            num_new=num_new,
+            local=local,
+            blocks=blocks,
+            external=external,
+            lookahead=lookahead,
+            is_async=is_async,
+            reserved=reserved,
+        )
+        if allocated is None:
+            self.admits_no_more = True
+            return False
+        request.num_computed_tokens, request.external_start = start, local
+        request.row = WorkerRow(self._tables(request))
+        self.has_admitted = True
+        if is_async:
+            request.stage = Stage.LOADING
+            self.inflight_prefills.append(request)
+        else:
+            self._schedule(request, start, num_new, drafts, rule, local)
+        return True
+
+    def _promote(self, rule: Rule) -> bool:
+        """Have a request whose tokens have arrived compute. vLLM: as `admit`, tokens computed."""
+        request = self._request(rule, Stage.ARRIVED)
+        if self.admits_no_more:
+            raise NotPossible("the step admits nobody any more")
+        self._begin()
+        start = request.num_computed_tokens
+        num_new, drafts = self._new_tokens_of_waiting(request, start, rule)
+        if num_new > 0:
+            num_new = self._scheduler.split(request, num_new)
+        if drafts and num_new != 1 + drafts:
+            num_new, drafts = min(num_new, 1), 0
+        if num_new == 0:
+            self.admits_no_more = True
+            return False
+        lookahead = self.setting.num_lookahead_tokens
+        if self._allocate(request, rule, num_new=num_new, lookahead=lookahead) is None:
+            self.admits_no_more = True
+            return False
+        request.row = WorkerRow(self._tables(request))
+        self.has_admitted = True
+        self._schedule(request, start, num_new, drafts, rule, start)
+        return True
+
+    def _run(self, rule: Rule) -> bool:
+        """Schedule a running request. vLLM: `Scheduler.schedule`, running requests."""
+        request = self._request(rule, Stage.RUNNING)
+        if request.number in self.scheduled or self.has_admitted:
+            raise NotPossible("running requests are scheduled once, before waiting ones")
+        self._begin()
+        start = request.num_computed_tokens
+        num_new = min(request.num_tokens + request.num_drafts - start, rule.num_tokens)
+        num_new = self._scheduler.split(request, num_new)
+        if num_new == 0:
+            return False
+        lookahead = self.setting.num_lookahead_tokens
+        allocated = self._allocate(request, rule, num_new=num_new, lookahead=lookahead)
+        if allocated is None:
+            return False
+        assert request.row is not None
+        for table, new in zip(request.row.tables, allocated.blocks, strict=True):
+            table.extend(block.block_id for block in new)
+        drafts = max(start + num_new - request.num_tokens, 0)
+        self._schedule(request, start, num_new, drafts, rule, start)
+        return True
+
+    def _step(self, rule: Rule) -> bool:
+        """Run what was scheduled, and take in its output. vLLM: `GPUModelRunner`, `Scheduler`."""
+        if not self.is_open:
+            raise NotPossible("no step is being scheduled")
+        copies = self._copies()
+        chunks = [self._chunk(entry) for entry in self.scheduled.values()]
+        for entry in self.scheduled.values():
+            for held in self.held(entry.request):
+                self.step_of_block.update(dict.fromkeys(held, entry.seen))
+        try:
+            self.shadow.run([(s.block_id, d.block_id) for s, d in copies], chunks)
+        except StateLost as lost:
+            self._lost(lost)
+        self.pool.free_blocks([block for pair in copies for block in pair])
+        for entry in self.scheduled.values():
+            self._take_output(entry)
+        self.scheduled.clear()
+        self.is_open = self.admits_no_more = self.has_admitted = False
+        self.num_steps += 1
+        return True
+
+    def _arrive(self, rule: Rule) -> bool:
+        """A connector has loaded a parked request's tokens, and they are cached.
+
+        vLLM: `Scheduler._update_from_kv_xfer_finished`, `_update_waiting_for_remote_kv`.
+        """
+        self._between_steps()
+        request = self._request(rule, Stage.LOADING, Stage.LEAVING)
+        if request.stage is Stage.LEAVING:
+            self._end(request)
+            return True
+        assert request.row is not None
+        start, end = request.external_start, request.num_computed_tokens
+        self.shadow.load(request.row.tables, request.tokens(end), start, end)
+        self.manager.cache_blocks(request, end)
+        request.stage = Stage.ARRIVED
+        request.status = self._statuses["PREEMPTED" if request.num_preemptions else "WAITING"]
+        return True
+
+    def _preempt(self, rule: Rule) -> bool:
+        """Take a running request's blocks away. vLLM: `Scheduler._preempt_request`."""
+        request = self._request(rule, Stage.RUNNING)
+        if request.number in self.scheduled or self.has_admitted:
+            raise NotPossible("a victim was not scheduled in this step")
+        self._begin()
+        self._lose_blocks(request)
+        request.stage, request.status = Stage.PREEMPTED, self._statuses["PREEMPTED"]
+        request.num_computed_tokens = request.num_drafts = 0
+        request.num_preemptions += 1
+        self.admits_no_more = True
+        return True
+
+    def _finish(self, rule: Rule) -> bool:
+        """End a running request: a stop token. vLLM: `Scheduler.update_from_output`."""
+        self._between_steps()
+        self._end(self._request(rule, Stage.RUNNING))
+        return True
+
+    def _abort(self, rule: Rule) -> bool:
+        """End any request. vLLM: `Scheduler.finish_requests`."""
+        self._between_steps()
+        request = self.requests[rule.request]
+        if request.stage in (Stage.ENDED, Stage.LEAVING):
+            raise NotPossible("it has ended")
+        if request.stage is Stage.LOADING:
+            request.stage = Stage.LEAVING
+        else:
+            self._end(request)
+        return True
+
+    def _reset(self, rule: Rule) -> bool:
+        """Reset the prefix cache. vLLM: `Scheduler.reset_prefix_cache`."""
+        self._between_steps()
+        return bool(self.manager.reset_prefix_cache())
+
+    def _alone(self, rule: Rule) -> bool:
+        """End all others, and serve one request to its end; it fits a pool of its own, or not.
+
+        Raises:
+            NotPossible: It has ended, or does not fit.
+        """
+        self._between_steps()
+        request = self.requests[rule.request]
+        if request.stage in (Stage.ENDED, Stage.LEAVING):
+            raise NotPossible("it has ended")
+        external = request.num_computed_tokens - request.external_start
+        if self.most_blocks(request, external) > self.setting.num_gpu_blocks - 1:
+            raise NotPossible("it does not fit a pool of its own")
+        for other in self.requests:
+            if other is not request and other.stage is not Stage.ENDED:
+                self._end(other)
+        refused = self._serve(request, rule)
+        if refused:
+            stage, computed = request.stage.value, request.num_computed_tokens
+            detail = (
+                f"{stage} with {computed} of {request.num_tokens} tokens computed, refused "
+                f"{refused} times by a pool of {self.setting.num_gpu_blocks - 1} blocks that "
+                f"nobody else holds; served alone it holds "
+                f"{self.most_blocks(request, external)} at most"
+            )
+            seen = self.last_seen.get(request.request_id)
+            if seen is not None:
+                detail += f"; told {seen.told}"
+            self.violations.append(
+                NeverAdmitted(request.request_id, self.num_steps, 0, detail, seen)
+            )
+            self.is_dead = True
+        return True
+
+    def _serve(self, request: Request, rule: Rule) -> int:
+        """Serve a request to its end; return the refusals that ended the attempt, 0 for none."""
+        budget = self.setting.max_num_scheduled_tokens
+        refusals, calls = 0, replace(rule, num_tokens=budget, num_external_tokens=0)
+        preemptions = 0
+        while request.stage is not Stage.ENDED and not self.is_dead:
+            if request.stage is Stage.LOADING:
+                self._arrive(rule)
+                continue
+            name = {Stage.ARRIVED: "promote", Stage.RUNNING: "run"}.get(request.stage, "admit")
+            done = self._checked(replace(calls, name=name))
+            if self.is_dead:
+                break
+            if not done and name == "run":
+                # vLLM: the last that runs is preempted, be it the request itself.
+                self._checked(replace(calls, name="preempt"))
+                preemptions += 1
+            self._checked(replace(calls, name="step"))
+            refusals = 0 if done else refusals + 1
+            if refusals >= MAX_ATTEMPTS or preemptions >= MAX_ATTEMPTS:
+                return max(refusals, preemptions)
+        return 0
+
+    def _checked(self, rule: Rule) -> bool:
+        self.seen = None
+        done: bool = getattr(self, f"_{rule.name}")(rule)
+        if rule.name != "alone":
+            self._check(rule)
+        return done
+
+    # ---- what there is to see --------------------------------------------------------------------
+
+    def most_blocks(self, request: Request, num_external_tokens: int) -> int:
+        """Blocks that the request holds at most, served alone on a large pool by the real code.
+
+        With the external tokens that it has, and without any; whichever takes more.
+        """
+        external = max(num_external_tokens, 0)
+        setting = replace(self.setting, plans=(request.plan,), num_gpu_blocks=0)
+        known = self._most.get((setting, external))
+        if known is None:
+            known = max(self._held_alone(request.plan, number) for number in {0, external})
+            self._most[setting, external] = known
+        return known
+
+    def _held_alone(self, plan: Plan, num_external_tokens: int) -> int:
+        bindings, group_bindings, spec = self._rebuild
+        alone = replace(self.setting, plans=(plan,))
+        columns = cdiv(plan.num_prompt_tokens + plan.max_tokens, self.geometry.block_size)
+        large = 8 + (columns + 4 + self.geometry.num_speculative_blocks) * len(self.managers)
+        pool = SharedPool(bindings, group_bindings, alone, spec, (), {}, large)
+        rule = Rule("admit", 0, self.setting.max_num_scheduled_tokens, num_external_tokens, True)
+        if num_external_tokens:
+            pool._checked(rule)
+            pool._checked(Rule("step"))
+        if pool._serve(pool.requests[0], Rule("alone")):
+            raise DriverError(f"{plan} is refused by a pool of {large} blocks")
+        return pool.largest_held
+
+    def held(self, request: Request) -> list[frozenset[int]]:
+        """Block ids that a request's tables list, by group."""
+        tables = self.coordinator.get_blocks(request.request_id)
+        return [frozenset(block.block_id for block in t if not block.is_null) for t in tables]
+
+    def pending_copies(self) -> list[tuple[Any, Any]]:
+        """Copies on write that the step will run: source and destination."""
+        pairs = (getattr(manager, "_pending_cow_copies", ()) for manager in self.managers)
+        return [pair for found in pairs for pair in found]
+
+    # ---- parts -----------------------------------------------------------------------------------
+
+    def _request(self, rule: Rule, *stages: Stage) -> Request:
+        request = self.requests[rule.request]
+        if request.stage not in stages:
+            raise NotPossible(f"{request.request_id} is {request.stage.value}")
+        return request
+
+    def _between_steps(self) -> None:
+        if self.is_open:
+            raise NotPossible("a step is being scheduled")
+
+    def _begin(self) -> None:
+        if not self.is_open:
+            self.is_open = True
+            self.manager.new_step_starts()
+
+    def _new_tokens_of_waiting(self, request: Request, start: int, rule: Rule) -> tuple[int, int]:
+        """Tokens to compute and drafts among them; 0 where the step has too few left."""
+        num_new, num_spec = request.num_tokens - start, self.geometry.num_speculative_blocks
+        prefills = any(entry.continues_prefill for entry in self.scheduled.values())
+        if (
+            self._text.pads_drafts
+            and num_spec
+            and num_new == 1
+            and not prefills
+            and (self.scheduled or start > 0)
+        ):
+            return (1 + num_spec, num_spec) if 1 + num_spec <= rule.num_tokens else (0, 0)
+        return min(num_new, rule.num_tokens), 0
+
+    def _allocate(
+        self,
+        request: Request,
+        rule: Rule,
+        *,
+        num_new: int,
+        lookahead: int,
+        local: int = 0,
+        blocks: Any = None,
+        external: int = 0,
+        is_async: bool = False,
+        reserved: int = 0,
+    ) -> Any:
+        """Call `allocate_slots`, and note what it estimated and drew."""
+        is_waiting = request.stage is not Stage.RUNNING
+        values = {
+            "request": request,
+            "num_new_tokens": num_new,
+            "num_new_computed_tokens": local,
+            "new_computed_blocks": blocks,
+            "num_lookahead_tokens": lookahead,
+            "num_external_computed_tokens": external,
+            "delay_cache_blocks": is_async,
+            "full_sequence_must_fit": is_waiting and self.setting.full_sequence_must_fit,
+            "reserved_blocks": reserved,
+        }
+        situation = self._situation(request, num_new, local, blocks, external, lookahead, is_async)
+        self._estimates.clear()
+        raised, allocated = None, None
+        self._is_asking = True
+        try:
+            allocated = self.manager.allocate_slots(**taken(values, self._allocate_arguments))
+        except PlaceholderUsed:
+            raise
+        except Exception as error:
+            raised = error
+        finally:
+            self._is_asking = False
+        asks_gate = bool(values["full_sequence_must_fit"])
+        told = [estimate for estimate, _ in self._estimates]
+        gate = told[0] if asks_gate and told else None
+        estimate = told[-1] if len(told) > asks_gate else None
+        free = self._estimates[-1][1] if self._estimates else 0
+        self.seen = StepSeen(
+            request=request.request_id,
+            situation=situation,
+            gate=gate,
+            estimate=estimate,
+            drawn=None if allocated is None else free - self.pool.get_num_free_blocks(),
+            free=free,
+            reserved=reserved,
+            raised=None if raised is None else type(raised).__name__,
+        )
+        self.last_seen[request.request_id] = self.seen
+        if raised is not None:
+            self.is_dead = True
+            detail = f"{type(raised).__name__}: {raised}"
+            self.violations.append(
+                PoolRanDry(request.request_id, self.num_steps, 0, detail, self.seen)
+            )
+        return allocated
+
+    def _situation(
+        self,
+        request: Request,
+        num_new: int,
+        local: int,
+        blocks: Any,
+        external: int,
+        lookahead: int,
+        is_async: bool,
+    ) -> Situation:
+        """The step about to be taken, in the theorems' words."""
+        tables = self.coordinator.get_blocks(request.request_id)
+        start = request.num_computed_tokens + local + external
+        hits = [[*found] for found in blocks.blocks] if blocks is not None else []
+        free = [[not b.is_null and b.ref_cnt == 0 for b in found] for found in hits]
+        mamba_free = [bool(found and found[-1]) for found in free[FIRST_MAMBA_GROUP:]]
+        partial = getattr(self.managers[FIRST_MAMBA_GROUP], "_partial_hit_reqs", {})
+        has_table = len(tables[FIRST_MAMBA_GROUP]) > 0
+        return Situation(
+            geometry=self.geometry,
+            call=Call(
+                num_tokens=start + num_new + lookahead,
+                num_tokens_main_model=start + num_new,
+                total_computed_tokens=start,
+                num_local_computed_tokens=request.num_computed_tokens + local,
+            ),
+            table_length=len(tables[FIRST_MAMBA_GROUP]),
+            prefill_length=request.prefill_length,
+            num_request_tokens=request.num_tokens,
+            num_hit_blocks=len(hits[FIRST_MAMBA_GROUP]) if hits else 0,
+            hit_is_evictable=bool(mamba_free and mamba_free[0]),
+            num_external_tokens=external,
+            loads_asynchronously=is_async,
+            parked=request.stage is Stage.ARRIVED,
+            preempted=request.stage is Stage.PREEMPTED,
+            owns_partial_tail=has_table and request.request_id in partial,
+            num_mamba_groups=self.setting.num_mamba_groups,
+            attention_table_length=len(tables[ATTENTION_GROUP]),
+            num_evictable_attention_hits=sum(free[ATTENTION_GROUP]) if free else 0,
+            other_hits_are_evictable=any(mamba_free[1:]),
+        )
+
+    def _watch_estimates(self) -> None:
+        ask = self.coordinator.get_num_blocks_to_allocate
+
+        def asked(*arguments: Any, **named: Any) -> int:
+            estimate: int = ask(*arguments, **named)
+            if self._is_asking:
+                self._estimates.append((estimate, self.pool.get_num_free_blocks()))
+            return estimate
+
+        self.coordinator.get_num_blocks_to_allocate = asked
+
+    def _tables(self, request: Request) -> list[list[int]]:
+        tables = self.coordinator.get_blocks(request.request_id)
+        return [[block.block_id for block in table] for table in tables]
+
+    def _schedule(
+        self, request: Request, start: int, num_new: int, drafts: int, rule: Rule, external: int
+    ) -> None:
+        assert self.seen is not None
+        situation, checkpoint = self.seen.situation, 0
+        if reserves_checkpoint(situation):
+            checkpoint = checkpoint_position(situation)
+        accepted = 0 if request.stage is not Stage.RUNNING else min(rule.num_accepted, drafts)
+        continues = request.stage is Stage.RUNNING and start < request.num_tokens - 1
+        self.scheduled[request.number] = _Scheduled(
+            request, start, num_new, drafts, accepted, checkpoint, external, continues, self.seen
+        )
+        request.stage, request.status = Stage.RUNNING, self._statuses["RUNNING"]
+        request.num_computed_tokens, request.num_drafts = start, 0
+        is_prefill = start + num_new < request.num_tokens
+        if is_prefill and request not in self.inflight_prefills:
+            self.inflight_prefills.append(request)
+        elif not is_prefill and request in self.inflight_prefills:
+            self.inflight_prefills.remove(request)
+
+    def _copies(self) -> list[tuple[Any, Any]]:
+        taken_copies: list[tuple[Any, Any]] = []
+        for manager in self.managers:
+            taken_copies += getattr(manager, "take_pending_cow_copies", tuple)()
+            getattr(manager, "take_pending_boundary_state_offloads", tuple)()
+        return taken_copies
+
+    def _chunk(self, entry: _Scheduled) -> Chunk:
+        request, end = entry.request, entry.start + entry.num_new
+        assert request.row is not None
+        return Chunk(
+            row=request.row,
+            tokens=request.tokens(max(end, request.num_tokens)),
+            start=entry.start,
+            end=end,
+            num_drafts=entry.num_drafts,
+            num_accepted_drafts=entry.num_accepted,
+            held=self.held(request),
+            external_start=entry.external_start,
+            checkpoint=entry.checkpoint,
+        )
+
+    def _take_output(self, entry: _Scheduled) -> None:
+        """vLLM: `Scheduler._update_after_schedule`, `update_from_output`."""
+        request, end = entry.request, entry.start + entry.num_new
+        request.num_computed_tokens = end - entry.num_drafts + entry.num_accepted
+        if end < request.num_tokens:
+            return
+        made = entry.num_accepted + 1
+        left = request.plan.max_tokens - request.num_output_tokens
+        request.num_output_tokens += min(made, left)
+        request.update_hashes()
+        num_spec = self.geometry.num_speculative_blocks
+        if self._text.caches_after_output and num_spec:
+            self.manager.cache_blocks(request, request.num_computed_tokens)
+        request.num_drafts = num_spec
+        if request.num_output_tokens >= request.plan.max_tokens:
+            self._end(request)
+
+    def _end(self, request: Request) -> None:
+        self._lose_blocks(request)
+        request.stage = Stage.ENDED
+
+    def _lose_blocks(self, request: Request) -> None:
+        self.manager.free(request)
+        request.row = None
+        if request in self.inflight_prefills:
+            self.inflight_prefills.remove(request)
+
+    def _lost(self, lost: StateLost) -> None:
+        seen = self.step_of_block.get(lost.block)
+        request = "" if seen is None else seen.request
+        self.violations.append(
+            LiveStateLost(request, self.num_steps, lost.block, lost.detail, seen)
+        )
+
+
+_ALLOCATE_ARGUMENTS = (
+    "request",
+    "num_new_tokens",
+    "num_new_computed_tokens",
+    "new_computed_blocks",
+    "num_lookahead_tokens",
+    "num_external_computed_tokens",
+    "delay_cache_blocks",
+    "full_sequence_must_fit",
+    "reserved_blocks",
+)
