@@ -44,8 +44,8 @@ test: check ## everything that CI runs
 coverage: $(TEST) ## lines and branches that the tests reach
 	$(BIN)/python -m pytest -n logical --cov --cov-report=term
 
-selfcheck: $(TEST) ## lifted and real code against each other, on every known release
-	CAPPROOF_ALL_RELEASES=1 $(BIN)/python -m pytest -n logical tests/test_lift.py
+selfcheck: $(TEST) ## lifted and real code, and workloads, on every known release
+	CAPPROOF_ALL_RELEASES=1 $(BIN)/python -m pytest -n logical tests/test_lift.py tests/test_engine.py
 
 check: $(TEST) ## ruff and mypy
 	$(BIN)/ruff check

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,10 @@ from conformance.engine import Answer, Progress, run_in
 from conformance.targets import resolve
 from conformance.workload import Workload, differences, known_workloads, to_json
 
-RELEASES = ("0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
+#: `make selfcheck` tries the others too.
+RELEASES = ("0.30.0", "0.31.0", "0.33.0")
+if os.environ.get("CAPPROOF_ALL_RELEASES"):
+    RELEASES = ("0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 
 
 @pytest.mark.parametrize("release", RELEASES)
