@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 
 from conformance.driver import Driver, core_driver
 from conformance.explore import Bounds, explore, small_setting, tight
-from conformance.life_checks import KNOWN, KnownFault, known_fault
+from conformance.life_checks import CHECKS, KNOWN, KnownFault, known_fault
 from conformance.life_files import dumps, load, run_life
 from conformance.life_scheduler import CALLERS
 from conformance.lives import Life, NotPossible, Plan, Rule, Setting, SharedPool, Stage
@@ -266,3 +266,48 @@ def test_every_rule_of_callers_names_its_source() -> None:
     """What the harness follows by hand can be looked up."""
     assert all(".py" in caller.source or "/" in caller.source for caller in CALLERS)
     assert len({caller.slug for caller in CALLERS}) == len(CALLERS)
+
+
+#: Sizes of a production engine, with checkpoints at hash boundaries.
+PRODUCTION = Geometry(896, 128, 0, 1, 64, False)
+
+
+def after(release: str, setting: Setting, *rules: Rule) -> SharedPool:
+    pool = driver_of(release).shared_pool(setting, CHECKS)
+    for applied in rules:
+        pool.apply(applied)
+    return pool
+
+
+@pytest.mark.parametrize("release", ["0.30.0", "0.31.0", "0.32.0", "0.33.0"])
+def test_a_state_is_cached_for_more_tokens_than_it_holds(release: str) -> None:
+    """A hit inside a block, and a chunk with a checkpoint: a finding, by what the manager says."""
+    plans = (Plan(1100, 2, 1024), Plan(4000, 2, 2000), Plan(2500, 2, 2000))
+    step = Rule("step")
+    first = (Rule("admit", 0, 8192), step, Rule("finish", 0))
+
+    pool = after(release, Setting(PRODUCTION, 40, plans), *first, Rule("admit", 1, 8192))
+
+    computed, mamba = pool.scheduled[1], pool.managers[1]
+    copy = mamba.req_to_blocks["r1"][1]
+    assert (computed.start, computed.num_new) == (1024, 2976)
+    assert copy in [target for _, target in mamba._pending_cow_copies]
+    assert copy.block_hash_num_tokens == 1792
+    hit = pool.manager.get_computed_blocks(pool.requests[2])
+    assert (hit[1], hit[0].blocks[1][-1].block_id) == (1792, copy.block_id)
+    pool.apply(step)
+    assert [v.block for v in pool.violations if v.theorem == "live-state-kept"] == [copy.block_id]
+
+
+@pytest.mark.parametrize(("release", "cached"), [("0.31.0", 2688), ("0.33.0", 3968)])
+def test_a_draft_block_is_cached_as_a_state_that_nobody_wrote(release: str, cached: int) -> None:
+    """0.31.0 leaves it before the new state; 0.33.0 takes it for the checkpoint."""
+    setting = Setting(replace(PRODUCTION, num_speculative_blocks=1), 40, (Plan(4000, 2),))
+
+    pool = after(release, setting, Rule("admit", 0, 1792), Rule("step"))
+    draft = pool.managers[1].req_to_blocks["r0"][-1]
+    pool.apply(Rule("run", 0, 8192))
+
+    assert draft.block_hash_num_tokens == cached
+    holds_too_many = any(v.theorem == "peak-within-sizing" for v in pool.violations)
+    assert holds_too_many is (release == "0.31.0")
