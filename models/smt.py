@@ -19,6 +19,9 @@ from models.term import ATOMS, Bool, BoolLike, Int, IntLike
 
 #: Solver steps (not seconds) per question, so that an answer does not depend on the machine.
 RESOURCE_LIMIT = 30_000_000
+#: Seconds per attempt, many times what those steps take: the solver now and then runs on in a place
+#: where it counts none. Such an attempt ends like one that is out of steps.
+TIME_LIMIT = 300
 #: Seeds of solvers that are asked anew where one gives up. What it learned from earlier questions
 #: leads it astray now and then, and on what depends on names that do not matter.
 RETRIES = (1, 2)
@@ -105,7 +108,9 @@ class Question:
             core = tuple(name for name, label in self._labels.items() if str(label) in used)
             return Result(Answer.UNSAT, core=core)
         if answer == z3.unknown:
-            attempts = f"{RESOURCE_LIMIT:,} solver steps, {1 + len(RETRIES)} attempts"
+            attempts = (
+                f"{RESOURCE_LIMIT:,} solver steps or {TIME_LIMIT} s, {1 + len(RETRIES)} attempts"
+            )
             reason = f"{solver.reason_unknown()} (budget: {attempts})"
             return Result(Answer.UNKNOWN, reason=reason)
         values = self._encoder.values(solver.model())
@@ -149,6 +154,7 @@ class Question:
 def _solver(seed: int = 0) -> z3.Solver:
     solver = z3.SolverFor(LOGIC)
     solver.set("rlimit", RESOURCE_LIMIT)
+    solver.set("timeout", int(TIME_LIMIT * 1000))
     # Groebner bases cost more than they find here: the order of quotients is said outright.
     solver.set("arith.nl.grobner", False)
     if seed:

@@ -109,6 +109,21 @@ def test_unknown_is_an_answer_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "budget: 1 solver steps" in str(result.reason)
 
 
+def test_a_solver_that_runs_on_without_counting_steps_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where steps do not end an attempt, time does: unknown, and not a run without an end."""
+    monkeypatch.setattr(smt, "RESOURCE_LIMIT", 0)  # none
+    monkeypatch.setattr(smt, "TIME_LIMIT", 0.05)
+    x, y, z = (term.int_var(f"side_{name}", 1) for name in "xyz")
+    cubes = x * x * x + y * y * y == z * z * z
+
+    result = Question().ask(cubes)
+
+    assert result.answer is Answer.UNKNOWN
+    assert "0.05 s, 3 attempts" in str(result.reason)
+
+
 @pytest.mark.parametrize("sabotage", ["le", "eq", "choice", "div"])
 def test_a_wrong_encoding_is_noticed(monkeypatch: pytest.MonkeyPatch, sabotage: str) -> None:
     """A model of an encoding that says something else than the term is never handed out."""
