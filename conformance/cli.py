@@ -260,6 +260,10 @@ def workloads(targets: tuple[str, ...], names: tuple[str, ...]) -> int:
     return _run_workloads([known[name] for name in names or known], targets, "vllm")
 
 
+#: Releases whose calls differ from what `conformance.life_scheduler` describes.
+_NOT_LIVED = ("0.24.0", "0.25.0", "0.26.0", "0.27.0")
+
+
 @cli.command()
 @_targets_option
 @click.option(
@@ -297,26 +301,31 @@ def explore(
     from importlib.util import find_spec
 
     from conformance import explore as exploring
-    from conformance.driver import core_driver
+    from conformance.driver import DriverError, core_driver
     from conformance.life_files import dumps
 
     if (jobs > 1 or backend) and find_spec("joblib") is None:
         raise CannotRun("joblib is not installed; install it, or give --jobs 1")
     worst = AS_EXPECTED
     for tree in _resolved(targets or DEFAULT_TARGETS):
+        if tree.release in _NOT_LIVED:
+            raise CannotRun(f"{tree.target}: lives are not described for releases before 0.28.0")
         driver = core_driver(tree.root)
         has_checkpoints = "num_prefill_checkpoint_blocks" in driver.bindings.spec_arguments
         setting = exploring.small_setting(blocks, requests, has_checkpoints)
         setting = setting if blocks else exploring.tight(driver, replace(setting, num_gpu_blocks=2))
-        found = exploring.explore_in_parallel(
-            tree.root,
-            setting,
-            exploring.Bounds(rules),
-            tree.target,
-            jobs=jobs,
-            journal=resume,
-            backend=backend,
-        )
+        try:
+            found = exploring.explore_in_parallel(
+                tree.root,
+                setting,
+                exploring.Bounds(rules),
+                tree.target,
+                jobs=jobs,
+                journal=resume,
+                backend=backend,
+            )
+        except DriverError as error:
+            raise CannotRun(str(error)) from None
         click.echo(
             f"{tree.target}: {setting.num_gpu_blocks} blocks, {requests} requests, {rules} rules: "
             f"{found.num_states} states, {found.num_lives} lives, {found.num_known} with a known "

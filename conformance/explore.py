@@ -15,7 +15,8 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from conformance.driver import Driver, core_driver
+from conformance.bindings import one_line
+from conformance.driver import Driver, DriverError, core_driver
 from conformance.life_checks import known_fault
 from conformance.lives import Life, NotPossible, Plan, Rule, Setting, SharedPool, Stage
 from spec.vocabulary import Geometry
@@ -270,6 +271,9 @@ def explore_in_parallel(
         jobs: Processes.
         journal: JSON lines of the prefixes that are done, read first and added to.
         backend: Name of a joblib backend; None is joblib's own.
+
+    Raises:
+        DriverError: The journal is some other file, or joblib has no such backend.
     """
     driver, found = core_driver(root), Explored()
     heading = repr((setting, bounds, target))
@@ -297,15 +301,36 @@ def _spread(works: Sequence[tuple[Any, ...]], jobs: int, backend: str | None) ->
         return
     from joblib import Parallel, delayed, parallel_config
 
-    with parallel_config(backend=backend or "loky", n_jobs=jobs):
+    try:
+        config = parallel_config(backend=backend or "loky", n_jobs=jobs)
+    except ValueError as error:
+        raise DriverError(f"--backend {backend}: {one_line(error)}") from None
+    with config:
         yield from Parallel(return_as="generator")(delayed(_part)(*work) for work in works)
 
 
 def _journal(journal: Path | None, heading: str) -> dict[str, list[int]]:
+    """Numbers of the parts that are done; a line that was cut off is lived again.
+
+    Raises:
+        DriverError: The file is something else.
+    """
     if journal is None or not journal.exists():
         return {}
-    lines = [json.loads(line) for line in journal.read_text().splitlines() if line.endswith("]")]
-    return {prefix: numbers for of, prefix, numbers in lines if of == heading}
+    done: dict[str, list[int]] = {}
+    *lines, cut_off = journal.read_text().split("\n")
+    try:
+        if cut_off and not cut_off.startswith("["):
+            raise ValueError
+        for line in lines:
+            of, prefix, (num_states, num_lives, num_known) = json.loads(line)
+            if of == heading:
+                done[prefix] = [num_states, num_lives, num_known]
+    except (ValueError, TypeError):
+        raise DriverError(f"{journal}: not a journal of capproof explore; name another") from None
+    if cut_off:
+        journal.write_text("".join(f"{line}\n" for line in lines))
+    return done
 
 
 def tight(driver: Driver, setting: Setting) -> Setting:

@@ -6,19 +6,29 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from conformance.driver import BindingError, Driver, core_driver, vllm_driver
+from conformance.driver import (
+    MAX_POOL_BLOCKS,
+    BindingError,
+    Driver,
+    core_driver,
+    vllm_driver,
+)
 from conformance.life_checks import CHECKS, Check, KnownFault, Violation, known_fault
 from conformance.lives import Life, NotPossible, Plan, Rule, Setting, SharedPool
+from conformance.reading import Field, Malformed, parse_json, read_bytes
 from conformance.replay import PROCESS_TIMEOUT_S, tier_environment
-from conformance.scenario import ScenarioError
-from spec.vocabulary import Geometry
+from conformance.scenario import ScenarioError, parse_geometry
 
 KIND = "life"
 SCHEMA = 1
+#: Tokens of a request, and of a step, in a life from a file; each prefix of a prompt is hashed.
+MAX_TOKENS = 2**16
+
+_Record = TypeVar("_Record", Plan, Rule)
 
 
 @dataclass(frozen=True)
@@ -134,34 +144,66 @@ def load(path: Path) -> Life:
     """Read a life's file.
 
     Raises:
-        ScenarioError: It cannot be read, or is not one; one line naming the file.
+        ScenarioError: It cannot be read, or is not one; one line with file and field.
     """
     try:
-        return loads(Path(path).read_bytes())
-    except OSError as error:
-        raise ScenarioError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ScenarioError(f"{path}: not a life: {' '.join(str(error).split())}") from None
+        return loads(read_bytes(path))
+    except Malformed as error:
+        raise ScenarioError(f"{path}: {error}") from None
 
 
 def loads(data: bytes | str) -> Life:
     """Read the text of a life's file.
 
     Raises:
-        ValueError, TypeError, KeyError: It is not one.
+        Malformed: It is not one; one line with the field.
     """
-    content = json.loads(data)
-    if content["kind"] != KIND or content["schema"] != SCHEMA:
-        raise ValueError(f"kind {content['kind']!r}, schema {content['schema']!r}")
-    values = dict(content["setting"])
-    values["geometry"] = _record(Geometry, values["geometry"])
-    values["plans"] = tuple(_record(Plan, plan) for plan in values["plans"])
-    setting = _record(Setting, values)
-    rules = tuple(_record(Rule, rule) for rule in content["rules"])
-    for rule in rules:
-        if rule.name not in RULES or not 0 <= rule.request < len(setting.plans):
-            raise ValueError(f"no such rule: {rule.name!r} of request {rule.request}")
-    return Life(setting, rules)
+    life = parse_json(data).object(("kind", "schema", "setting", "rules"))
+    if life["kind"].text() != KIND:
+        raise life["kind"].refuse(f"expected {KIND!r}")
+    if life["schema"].integer() != SCHEMA:
+        raise life["schema"].refuse(f"expected {SCHEMA}")
+    given = life["setting"].object([field.name for field in fields(Setting)], _OPTIONAL[Setting])
+    geometry = parse_geometry(given.pop("geometry"))
+    plans = tuple(_record(Plan, plan) for plan in given.pop("plans").items())
+    setting = Setting(geometry=geometry, plans=plans, **_numbers(given))
+    return Life(setting, tuple(_rule(rule, len(plans)) for rule in life["rules"].items()))
+
+
+def _rule(given: Field, num_requests: int) -> Rule:
+    rule: Rule = _record(Rule, given)
+    if rule.name not in RULES:
+        raise given.refuse(f"no rule {rule.name!r}; there are {', '.join(RULES)}")
+    if rule.request >= num_requests:
+        raise given.refuse(f"request {rule.request} of {num_requests}")
+    return rule
+
+
+def _record(record: type[_Record], given: Field) -> _Record:
+    names = [field.name for field in fields(record)]
+    return record(**_numbers(given.object(names, _OPTIONAL[record])))
+
+
+def _numbers(given: Mapping[str, Field]) -> dict[str, Any]:
+    return {name: _value(name, field) for name, field in given.items()}
+
+
+def _value(name: str, field: Field) -> Any:
+    if name == "name":
+        return field.text()
+    if name in ("loads_asynchronously", "full_sequence_must_fit"):
+        return field.boolean()
+    number, most = field.integer(), MAX_POOL_BLOCKS if name == "num_gpu_blocks" else MAX_TOKENS
+    if number > most:
+        raise field.refuse(f"{number:,}: lives are run up to {most:,}")
+    return number
+
+
+#: Fields of each record that a file may leave out.
+_OPTIONAL = {
+    record: [field.name for field in fields(record) if field.default is not MISSING]
+    for record in (Setting, Plan, Rule)
+}
 
 
 #: Names of the rules.
@@ -182,13 +224,6 @@ RULES = (
 def _rule_to_json(rule: Rule) -> dict[str, Any]:
     defaults = {field.name: field.default for field in fields(Rule)}
     return {name: value for name, value in asdict(rule).items() if value != defaults[name]}
-
-
-def _record(kind: Any, values: Mapping[str, Any]) -> Any:
-    for name, value in values.items():
-        if name not in ("geometry", "plans", "name") and not isinstance(value, int):
-            raise TypeError(f"{name}: expected an integer, got {value!r}")
-    return kind(**values)
 
 
 def _main(root: str, target: str) -> None:

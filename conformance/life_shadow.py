@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from spec.logic import cdiv
 from spec.vocabulary import Geometry
@@ -236,4 +237,5 @@ def _shown(content: Content) -> str:
     if content is None:
         return "nothing known"
     group, tokens = content
-    return f"{len(tokens)} tokens {list(tokens)} of group {group}"
+    runs = ", ".join(f"{len([*same])} of {token}" for token, same in groupby(tokens))
+    return f"{len(tokens)} tokens ({runs}) of group {group}"

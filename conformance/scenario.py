@@ -280,7 +280,7 @@ def _parse_scenario(field: Field) -> Scenario:
     if not steps:
         raise content["steps"].refuse("a scenario has at least one step")
     absent = Field(None)
-    geometry = _parse_geometry(content["geometry"])
+    geometry = parse_geometry(content["geometry"])
     return Scenario(
         name=content["name"].slug(),
         manager=manager,
@@ -319,7 +319,12 @@ def _parse_manager(field: Field) -> str:
     return manager
 
 
-def _parse_geometry(field: Field) -> Geometry:
+def parse_geometry(field: Field) -> Geometry:
+    """Return the sizes that an object gives.
+
+    Raises:
+        Malformed: They are not all there, or not to be built with.
+    """
     content = field.object(
         [item.name for item in fields(Geometry)], optional=list(_optional_sizes(0))
     )

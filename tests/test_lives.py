@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from conformance.driver import Driver, core_driver
-from conformance.explore import Bounds, explore, small_setting, tight
+from conformance.driver import Driver, DriverError, core_driver
+from conformance.explore import Bounds, explore, explore_in_parallel, small_setting, tight
 from conformance.life_checks import CHECKS, KNOWN, KnownFault, known_fault
 from conformance.life_files import dumps, load, run_life
 from conformance.life_scheduler import CALLERS
 from conformance.lives import Life, NotPossible, Plan, Rule, Setting, SharedPool, Stage
+from conformance.scenario import ScenarioError
 from conformance.targets import resolve
 from spec.vocabulary import Geometry
 
@@ -311,3 +314,41 @@ def test_a_draft_block_is_cached_as_a_state_that_nobody_wrote(release: str, cach
     assert draft.block_hash_num_tokens == cached
     holds_too_many = any(v.theorem == "peak-within-sizing" for v in pool.violations)
     assert holds_too_many is (release == "0.31.0")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (("setting", 5), "setting: expected an object, got an integer"),
+        (("rules", [{"name": "jump"}]), "rules[0]: no rule 'jump'"),
+        (("rules", [{"name": "run", "request": 7}]), "rules[0]: request 7 of 1"),
+        (("rules", [{"name": "run", "tokens": 7}]), 'rules[0]: unknown field "tokens"'),
+        (("rules", [{"name": "run", "num_tokens": 10**9}]), "lives are run up to 65,536"),
+        (("schema", 2), "schema: expected 1"),
+    ],
+)
+def test_a_life_that_is_none_is_refused_with_its_field(
+    tmp_path: Path, change: tuple[str, Any], reason: str
+) -> None:
+    """One line says what is wrong with a file, and where."""
+    content = json.loads(dumps(Life(Setting(PRODUCTION, 40, (Plan(100),)), (Rule("step"),))))
+    content[change[0]] = change[1]
+    file = tmp_path / "life.json"
+    file.write_text(json.dumps(content))
+
+    with pytest.raises(ScenarioError, match=re.escape(reason)):
+        load(file)
+
+
+def test_a_file_that_is_no_journal_is_left_alone(tmp_path: Path) -> None:
+    """Resuming from something else says so, and adds nothing to it."""
+    file = tmp_path / "notes.txt"
+    file.write_text("mine")
+    setting = small_setting(8, 1, True)
+
+    with pytest.raises(DriverError, match="not a journal"):
+        explore_in_parallel(
+            resolve("vllm==0.33.0").root, setting, Bounds(2), "vllm==0.33.0", jobs=1, journal=file
+        )
+
+    assert file.read_text() == "mine"
