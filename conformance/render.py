@@ -114,7 +114,7 @@ RELATIONS: dict[str, Relation] = {
         (
             "# Exactly the estimate was free when the gate was asked.",
             _COMPLETED,
-            "assert step.refused == (step.gate > step.estimate)",
+            "assert step.refused == (step.gate > max(step.estimate, 0))",
         ),
         "last_of(request, steps, exactly_the_estimate=True)",
     ),

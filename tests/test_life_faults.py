@@ -78,21 +78,6 @@ FAULTS = (
         ("peak-within-sizing", "no-undercount", "eventually-admitted"),
     ),
     SeededFault(
-        "a copy on write has the wrong source",
-        MANAGERS,
-        "self._pending_cow_copies.append((source_block, cow_block))",
-        "self._pending_cow_copies.append((cow_block, source_block))",
-        (LIVE,),
-    ),
-    SeededFault(
-        "a copy on write does not happen",
-        MANAGERS,
-        "        self._pending_cow_copies.append((source_block, cow_block))\n"
-        "        cow_block.ref_cnt += 1",
-        "        self.block_pool.free_blocks([source_block])",
-        (LIVE, "exact-estimate"),
-    ),
-    SeededFault(
         "the source of a copy is not kept until it has run",
         MANAGERS,
         "source_block.ref_cnt += 1",
@@ -210,3 +195,38 @@ SAME_STEP = SeededFault(
     (LIVE,),
     inside="class MambaManager",
 )
+
+
+#: Faults of a copy on write, which random lives come to seldom.
+COPIES = (
+    SeededFault(
+        "a copy on write has the wrong source",
+        MANAGERS,
+        "self._pending_cow_copies.append((source_block, cow_block))",
+        "self._pending_cow_copies.append((cow_block, source_block))",
+        (LIVE,),
+    ),
+    SeededFault(
+        "a copy on write does not happen",
+        MANAGERS,
+        "        self._pending_cow_copies.append((source_block, cow_block))\n"
+        "        cow_block.ref_cnt += 1",
+        "        self.block_pool.free_blocks([source_block])",
+        (LIVE, "exact-estimate"),
+    ),
+)
+
+
+@pytest.mark.parametrize("fault", COPIES, ids=lambda fault: fault.name.replace(" ", "-"))
+def test_a_fault_of_a_copy_on_write_is_found(fault: SeededFault, copy_tree: CopyTree) -> None:
+    """A request hits inside a block of another, whose state it must copy and leave alone."""
+    root = edited(fault, copy_tree)
+    setting = Setting(Geometry(4, 2, 0, 0, 1, False), 32, (Plan(7, 2, 6), Plan(12, 2, 6)))
+    first = (Rule("admit", 0, 64), Rule("step"), Rule("run", 0, 64), Rule("step"))
+    second = (Rule("admit", 1, 64), Rule("step"), Rule("run", 1, 64), Rule("step"))
+
+    shown = run_life(core_driver(root), Life(setting, first + second), f"vllm=={RELEASE}")
+    honest = core_driver(resolve(f"vllm=={RELEASE}").root)
+
+    assert {violation.theorem for violation in shown.unknown} & set(fault.theorems)
+    assert run_life(honest, Life(setting, first + second), f"vllm=={RELEASE}").violations == ()

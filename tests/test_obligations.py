@@ -260,7 +260,7 @@ def test_theorems_about_the_gate_are_a_part_of_their_own() -> None:
     first, gate, running = Selection(kinds=(KINDS[0], KINDS[2])).parts()
 
     assert (first.kinds, gate.kinds, running.kinds) == (KINDS[:1], KINDS[:1], KINDS[2:3])
-    assert gate.theorems == ("gate-covers-first-step",)
+    assert gate.theorems == ("admission-fits-whole", "gate-covers-first-step")
     assert set(first.theorems + gate.theorems) == set(running.theorems) == set(THEOREMS)
     assert first.managers == gate.managers == tuple(MANAGERS)
 
