@@ -213,17 +213,18 @@ def conform(
 @_tier_option
 def replay(scenario_file: Path, targets: tuple[str, ...], tier: str) -> int:
     """Replay a scenario, by default where it shows a fault, or a life, on the real manager."""
-    from conformance.life_files import is_life
+    from conformance import life_files, workload
+    from conformance.reading import kind_of
     from conformance.replay import Outcome, replay_in
     from conformance.report import show_replay
     from conformance.scenario import load
-    from conformance.workload import is_workload
-    from conformance.workload import load as load_workload
 
+    kind = None
     with suppress(OSError, ValueError):  # `load` says what is wrong with it.
-        if is_workload(scenario_file.read_bytes()):
-            return _run_workloads([load_workload(scenario_file)], targets, tier)
-    if is_life(scenario_file):
+        kind = kind_of(scenario_file.read_bytes())
+    if kind == workload.KIND:
+        return _run_workloads([workload.load(scenario_file)], targets, tier)
+    if kind == life_files.KIND:
         return _replay_life(scenario_file, targets or DEFAULT_TARGETS, tier)
     scenarios = load(scenario_file)
     predicted = dict.fromkeys(target for scenario in scenarios for target in _shows_on(scenario))
@@ -298,19 +299,16 @@ def explore(
 ) -> int:
     """Live every life up to a size on the real code; 1 where a violation is not known."""
     from dataclasses import replace
-    from importlib.util import find_spec
 
     from conformance import explore as exploring
-    from conformance.driver import DriverError, core_driver
+    from conformance.driver import DriverError
     from conformance.life_files import dumps
 
-    if (jobs > 1 or backend) and find_spec("joblib") is None:
-        raise CannotRun("joblib is not installed; install it, or give --jobs 1")
     worst = AS_EXPECTED
     for tree in _resolved(targets or DEFAULT_TARGETS):
         if tree.release in _NOT_LIVED:
             raise CannotRun(f"{tree.target}: lives are not described for releases before 0.28.0")
-        driver = core_driver(tree.root)
+        driver = exploring.driver_of(str(tree.root))
         has_checkpoints = "num_prefill_checkpoint_blocks" in driver.bindings.spec_arguments
         setting = exploring.small_setting(blocks, requests, has_checkpoints)
         setting = setting if blocks else exploring.tight(driver, replace(setting, num_gpu_blocks=2))

@@ -11,14 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from conformance.bindings import BindingError, DriverError, import_vllm, one_line
 from conformance.engine_bindings import EngineBindings, Refused, SchedulerUnderTest
+from conformance.group_bindings import watching_estimates
 from conformance.replay import ask_process, own_standard_output
 from conformance.workload import (
     Arrival,
@@ -104,7 +104,7 @@ class Run:
             DriverError: The prefix cache is to be cleared, and cannot be.
         """
         progress = self._progress
-        with self._watching_the_estimates():
+        with watching_estimates(self._manager.coordinator, self._note):
             while self._to_come or self._live:
                 self._let_arrive()
                 try:
@@ -216,24 +216,8 @@ class Run:
             preemptions=self._preemptions + sum(r.num_preemptions for r in self._live.values()),
         )
 
-    @contextmanager
-    def _watching_the_estimates(self) -> Iterator[None]:
-        """Write down what the coordinator's estimator is asked and says; it is asked as before."""
-        coordinator = self._manager.coordinator
-        ask = coordinator.get_num_blocks_to_allocate
-
-        def asked(*arguments: Any, **named: Any) -> int:
-            num_blocks = ask(*arguments, **named)
-            name = named["request_id"] if "request_id" in named else arguments[0]
-            is_gate = bool(named.get("apply_admission_cap", False))
-            self._asked.append(Asked(name, is_gate, num_blocks, self._free()))
-            return int(num_blocks)
-
-        coordinator.get_num_blocks_to_allocate = asked
-        try:
-            yield
-        finally:
-            del coordinator.get_num_blocks_to_allocate
+    def _note(self, request: str, is_gate: bool, num_blocks: int) -> None:
+        self._asked.append(Asked(request, is_gate, num_blocks, self._free()))
 
 
 def _prompts(arrivals: Iterable[Arrival]) -> list[str]:

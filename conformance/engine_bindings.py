@@ -29,6 +29,7 @@ from conformance.bindings import (
 )
 from conformance.group_bindings import GroupBindings, bind_groups
 from conformance.workload import Engine
+from spec.logic import cdiv
 from spec.vocabulary import Geometry
 
 CONNECTOR_MODULE, CONNECTOR_CLASS = "conformance.connector", "StatedPrefixConnector"
@@ -315,5 +316,5 @@ def _is_set(engine: Engine, name: str) -> bool:
 def _least_num_gpu_blocks(config: Any, kv_cache_config: Any) -> int:
     """VLLM: what one request may take of each group, and the null block."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    needed = [-(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes) for spec in specs]
+    needed = [cdiv(spec.max_memory_usage_bytes(config), spec.page_size_bytes) for spec in specs]
     return 1 + int(sum(needed))

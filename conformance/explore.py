@@ -183,8 +183,7 @@ def explore(
     """
     found, met = Explored(), dict[int, int]()
 
-    def follow(rules: tuple[Rule, ...]) -> None:
-        pool = _after(driver, setting, rules)
+    def follow(rules: tuple[Rule, ...], pool: SharedPool) -> None:
         left = bounds.num_rules - len(rules)
         for violation in pool.violations:
             if known_fault(violation, target) is None:
@@ -201,14 +200,15 @@ def explore(
         if left == 0:
             return
         for rule in list(choices(pool, bounds)):
+            longer = (*rules, rule)
             try:
-                _after(driver, setting, rules).apply(rule)
+                after = _after(driver, setting, longer)
             except NotPossible:
                 continue
             found.num_lives += 1
-            follow((*rules, rule))
+            follow(longer, after)
 
-    follow(prefix)
+    follow(prefix, _after(driver, setting, prefix))
     return found
 
 
@@ -242,12 +242,12 @@ def first_rules(driver: Driver, setting: Setting, bounds: Bounds) -> list[tuple[
 def _part(
     root: str, setting: Setting, bounds: Bounds, target: str, prefix: tuple[Rule, ...]
 ) -> Explored:
-    return explore(_driver(root), setting, bounds, target, prefix)
+    return explore(driver_of(root), setting, bounds, target, prefix)
 
 
 @lru_cache(maxsize=4)
-def _driver(root: str) -> Driver:
-    """A process loads a tree once."""
+def driver_of(root: str) -> Driver:
+    """Return a driver for a tree; a process loads it once."""
     return core_driver(Path(root))
 
 
@@ -275,7 +275,7 @@ def explore_in_parallel(
     Raises:
         DriverError: The journal is some other file, or joblib has no such backend.
     """
-    driver, found = core_driver(root), Explored()
+    driver, found = driver_of(str(root)), Explored()
     heading = repr((setting, bounds, target))
     done = _journal(journal, heading)
     works = [p for p in first_rules(driver, setting, bounds) if repr(p) not in done]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -94,6 +95,29 @@ class GroupBindings:
         )
 
 
+@contextmanager
+def watching_estimates(coordinator: Any, note: Callable[[str, bool, int], None]) -> Iterator[None]:
+    """While it lasts, note what a coordinator's estimator says; it is asked as before.
+
+    Args:
+        coordinator: A `KVCacheCoordinator`.
+        note: Told the request, whether the full-sequence gate asked, and the blocks.
+    """
+    ask = coordinator.get_num_blocks_to_allocate
+
+    def asked(*arguments: Any, **named: Any) -> int:
+        num_blocks: int = ask(*arguments, **named)
+        request = named["request_id"] if "request_id" in named else arguments[0]
+        note(request, bool(named.get("apply_admission_cap", False)), num_blocks)
+        return num_blocks
+
+    coordinator.get_num_blocks_to_allocate = asked
+    try:
+        yield
+    finally:
+        del coordinator.get_num_blocks_to_allocate
+
+
 def bind_groups(modules: Modules) -> GroupBindings:
     """Find what the driver needs for several KV-cache groups in a tree.
 
@@ -119,7 +143,7 @@ def bind_groups(modules: Modules) -> GroupBindings:
         (group_class, _GROUP_ARGUMENTS, f"{where}: KVCacheGroupSpec"),
         (
             manager_class.allocate_slots,
-            _ALLOCATE_ARGUMENTS,
+            ALLOCATE_ARGUMENTS,
             f"{file}: KVCacheManager.allocate_slots",
         ),
     ):
@@ -187,7 +211,8 @@ def _attention_values(geometry: Geometry, dtype: Any) -> dict[str, Any]:
 
 _CONFIG_ARGUMENTS = ("num_blocks", "kv_cache_tensors", "kv_cache_groups")
 _GROUP_ARGUMENTS = ("layer_names", "kv_cache_spec")
-_ALLOCATE_ARGUMENTS = (
+#: Arguments of `KVCacheManager.allocate_slots` that every release takes.
+ALLOCATE_ARGUMENTS = (
     "request",
     "num_new_tokens",
     "num_new_computed_tokens",

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from conformance.bindings import BindingError, Bindings, DriverError
-from conformance.group_bindings import GroupBindings
+from conformance.group_bindings import GroupBindings, watching_estimates
 from conformance.pools import PoolShelf
 from conformance.request import REQUEST_ID, RequestUnderTest
 from spec.vocabulary import Call, Geometry, Situation, Step
@@ -185,17 +185,8 @@ class GroupsUnderTest(RequestUnderTest):
     def _watching_the_estimate(self, values: dict[str, Any]) -> Any:
         """Call `allocate_slots`, and see to it that it checks the estimate of this step."""
         estimates: list[int] = []
-        ask = self._coordinator.get_num_blocks_to_allocate
-
-        def asked(*arguments: Any, **named: Any) -> int:
-            estimates.append(ask(*arguments, **named))
-            return estimates[-1]
-
-        self._coordinator.get_num_blocks_to_allocate = asked
-        try:
+        with watching_estimates(self._coordinator, lambda *said: estimates.append(said[-1])):
             allocated = self.kv_cache_manager.allocate_slots(**values)
-        finally:
-            del self._coordinator.get_num_blocks_to_allocate
         if estimates != [self._last_estimate]:
             raise DriverError(
                 f"{self._groups.file}: allocate_slots estimated {estimates}, and the same question "

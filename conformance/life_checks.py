@@ -17,6 +17,7 @@ from models.intended import need
 from spec.families import (
     adopts_hit,
     family_of,
+    hits_inside_a_block,
     is_overwide,
     reserves_checkpoint,
     tags_of,
@@ -119,6 +120,12 @@ class NeverAdmitted(Violation):
     """A request that would fit a pool of its own is refused though nobody else holds a block."""
 
     theorem = "eventually-admitted"
+
+
+class HoldsTooMany(Violation):
+    """A request holds more blocks of a Mamba group than the startup sizing reserves."""
+
+    theorem = "peak-within-sizing"
 
 
 Check = Callable[["SharedPool", "Rule"], Sequence[Violation]]
@@ -230,12 +237,6 @@ def estimates(pool: SharedPool, rule: Rule) -> list[Violation]:
     return found
 
 
-class HoldsTooMany(Violation):
-    """A request holds more blocks of a Mamba group than the startup sizing reserves."""
-
-    theorem = "peak-within-sizing"
-
-
 def peak(pool: SharedPool, rule: Rule) -> list[Violation]:
     """A request holds the last state and the new one, those of drafts, and one checkpoint.
 
@@ -277,12 +278,6 @@ class KnownFault:
 
 
 _ESTIMATE = ("no-undercount", "exact-estimate", "matches-intended")
-
-
-def _is_partial(s: Situation) -> bool:
-    return bool(s.owns_partial_tail) or bool(
-        s.num_hit_blocks and s.call.num_local_computed_tokens % s.geometry.block_size
-    )
 
 
 def _runs_past_a_boundary(s: Situation) -> bool:
@@ -355,7 +350,7 @@ KNOWN = (
         "0.26.0",
         "0.30.0",
         ("exact-estimate", "matches-intended", "eventually-admitted"),
-        _is_partial,
+        lambda s: s.owns_partial_tail | hits_inside_a_block(s),
     ),
     KnownFault(
         "checkpoint-takes-draft-blocks",

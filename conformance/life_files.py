@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,8 +18,8 @@ from conformance.driver import (
 )
 from conformance.life_checks import CHECKS, Check, KnownFault, Violation, known_fault
 from conformance.lives import Life, NotPossible, Plan, Rule, Setting, SharedPool
-from conformance.reading import Field, Malformed, parse_json, read_bytes
-from conformance.replay import PROCESS_TIMEOUT_S, tier_environment
+from conformance.reading import Field, Malformed, headed, read_bytes, record
+from conformance.replay import ask_process, own_standard_output
 from conformance.scenario import ScenarioError, parse_geometry
 
 KIND = "life"
@@ -28,7 +27,7 @@ SCHEMA = 1
 #: Tokens of a request, and of a step, in a life from a file; each prefix of a prompt is hashed.
 MAX_TOKENS = 2**16
 
-_Record = TypeVar("_Record", Plan, Rule)
+_Record = TypeVar("_Record", Setting, Plan, Rule)
 
 
 @dataclass(frozen=True)
@@ -87,20 +86,12 @@ def replay_life(root: Path, tier: str, life: Life, target: str) -> LifeReplayed:
     """
     if tier == "core":
         return _replayed(core_driver(root), life, target)
-    command = [sys.executable, "-m", "conformance.life_files", str(root), target]
-    done = subprocess.run(
-        command,
-        input=dumps(life),
-        capture_output=True,
-        text=True,
-        env=tier_environment(root),
-        timeout=PROCESS_TIMEOUT_S,
+    answers, reason = ask_process(
+        ["conformance.life_files", str(root), target], root, [json.dumps(to_json(life))]
     )
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no error shown"])[-1]
-        raise BindingError(f"vllm tier: {last}")
-    values = json.loads(done.stdout.splitlines()[-1])
-    return LifeReplayed(values["num_rules"], tuple(values["lines"]), values["num_unknown"])
+    if not answers:
+        raise BindingError(reason)
+    return LifeReplayed(**{**answers[0], "lines": tuple(answers[0]["lines"])})
 
 
 def _replayed(driver: Driver, life: Life, target: str) -> LifeReplayed:
@@ -119,25 +110,19 @@ def seen_of(pool: SharedPool, target: str, num_rules: int) -> LifeSeen:
     return LifeSeen(violations, known, num_rules)
 
 
-def dumps(life: Life) -> str:
-    """Return the text of a life's file; fields that a rule leaves at their default are left out."""
-    setting = asdict(life.setting)
-    content = {
+def to_json(life: Life) -> dict[str, Any]:
+    """Return the JSON object of a life; what a rule leaves at its default is left out."""
+    return {
         "schema": SCHEMA,
         "kind": KIND,
-        "setting": setting,
+        "setting": asdict(life.setting),
         "rules": [_rule_to_json(rule) for rule in life.rules],
     }
-    return json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
-def is_life(path: Path) -> bool:
-    """Return whether a file says that it holds a life."""
-    try:
-        content = json.loads(Path(path).read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(content, dict) and content.get("kind") == KIND
+def dumps(life: Life) -> str:
+    """Return the text of a life's file."""
+    return json.dumps(to_json(life), indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
 def load(path: Path) -> Life:
@@ -158,20 +143,17 @@ def loads(data: bytes | str) -> Life:
     Raises:
         Malformed: It is not one; one line with the field.
     """
-    life = parse_json(data).object(("kind", "schema", "setting", "rules"))
-    if life["kind"].text() != KIND:
-        raise life["kind"].refuse(f"expected {KIND!r}")
-    if life["schema"].integer() != SCHEMA:
-        raise life["schema"].refuse(f"expected {SCHEMA}")
-    given = life["setting"].object([field.name for field in fields(Setting)], _OPTIONAL[Setting])
-    geometry = parse_geometry(given.pop("geometry"))
-    plans = tuple(_record(Plan, plan) for plan in given.pop("plans").items())
-    setting = Setting(geometry=geometry, plans=plans, **_numbers(given))
-    return Life(setting, tuple(_rule(rule, len(plans)) for rule in life["rules"].items()))
+    life = headed(data, KIND, SCHEMA).object(("setting", "rules"))
+    setting = _bounded(Setting, life["setting"], geometry=parse_geometry, plans=_plans)
+    return Life(setting, tuple(_rule(rule, len(setting.plans)) for rule in life["rules"].items()))
+
+
+def _plans(given: Field) -> tuple[Plan, ...]:
+    return tuple(_bounded(Plan, plan) for plan in given.items())
 
 
 def _rule(given: Field, num_requests: int) -> Rule:
-    rule: Rule = _record(Rule, given)
+    rule = _bounded(Rule, given)
     if rule.name not in RULES:
         raise given.refuse(f"no rule {rule.name!r}; there are {', '.join(RULES)}")
     if rule.request >= num_requests:
@@ -179,31 +161,14 @@ def _rule(given: Field, num_requests: int) -> Rule:
     return rule
 
 
-def _record(record: type[_Record], given: Field) -> _Record:
-    names = [field.name for field in fields(record)]
-    return record(**_numbers(given.object(names, _OPTIONAL[record])))
-
-
-def _numbers(given: Mapping[str, Field]) -> dict[str, Any]:
-    return {name: _value(name, field) for name, field in given.items()}
-
-
-def _value(name: str, field: Field) -> Any:
-    if name == "name":
-        return field.text()
-    if name in ("loads_asynchronously", "full_sequence_must_fit"):
-        return field.boolean()
-    number, most = field.integer(), MAX_POOL_BLOCKS if name == "num_gpu_blocks" else MAX_TOKENS
-    if number > most:
-        raise field.refuse(f"{number:,}: lives are run up to {most:,}")
-    return number
-
-
-#: Fields of each record that a file may leave out.
-_OPTIONAL = {
-    record: [field.name for field in fields(record) if field.default is not MISSING]
-    for record in (Setting, Plan, Rule)
-}
+def _bounded(cls: type[_Record], given: Field, **read: Callable[[Field], Any]) -> _Record:
+    """Read a record whose numbers are not too large to be lived."""
+    found = record(cls, given, **read)
+    for name, field in given.mapping().items():
+        most = MAX_POOL_BLOCKS if name == "num_gpu_blocks" else MAX_TOKENS
+        if isinstance(field.value, int) and field.value > most:
+            raise field.refuse(f"{field.value:,}: lives are run up to {most:,}")
+    return found
 
 
 #: Names of the rules.
@@ -226,11 +191,17 @@ def _rule_to_json(rule: Rule) -> dict[str, Any]:
     return {name: value for name, value in asdict(rule).items() if value != defaults[name]}
 
 
-def _main(root: str, target: str) -> None:
-    """Live the life on the standard input in the vllm tier."""
-    seen = _replayed(vllm_driver(Path(root)), loads(sys.stdin.read()), target)
-    print(json.dumps(asdict(seen)))
+def _main(root: str, target: str) -> int:
+    """Live the life on the standard input in the vllm tier; 2 where the tree cannot be driven."""
+    answers = own_standard_output()
+    try:
+        seen = _replayed(vllm_driver(Path(root)), loads(sys.stdin.read()), target)
+    except BindingError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(json.dumps(asdict(seen)), file=answers, flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    sys.exit(_main(*sys.argv[1:]))

@@ -140,7 +140,9 @@ def scheduler_text(core_file: str) -> SchedulerText:
         if name not in functions:
             raise BindingError(f"{path}: no Scheduler.{name} here (renamed?)")
     called = {
-        node.attr for node in ast.walk(functions["update_from_output"]) if _is_attribute(node)
+        node.attr
+        for node in ast.walk(functions["update_from_output"])
+        if isinstance(node, ast.Attribute)
     }
     namespace = _namespace(path)
     compiled = {
@@ -216,10 +218,6 @@ class SchedulerStandIn:
             return self._text.draft_step(self._self)
         num_spec, num_lookahead = self._self.num_spec_tokens, self._self.num_lookahead_tokens
         return cdiv(1 + num_spec + num_lookahead, self._self.block_size) if num_spec else 0
-
-
-def _is_attribute(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute)
 
 
 def _namespace(path: Path) -> Mapping[str, Any]:

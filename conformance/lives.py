@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from conformance.bindings import BindingError, Bindings, DriverError, accepted_arguments, taken
-from conformance.group_bindings import GroupBindings
+from conformance.group_bindings import ALLOCATE_ARGUMENTS, GroupBindings, watching_estimates
 from conformance.life_checks import (
     Check,
     LiveStateLost,
@@ -247,7 +247,7 @@ class SharedPool:
             self.manager.allocate_slots,
             _ALLOCATE_ARGUMENTS,
             f"{group_bindings.file}: KVCacheManager.allocate_slots",
-            needed=_ALLOCATE_ARGUMENTS[:6],
+            needed=ALLOCATE_ARGUMENTS,
         )
         self.hasher = _Hasher(g.hash_block_size)
         self.requests = tuple(
@@ -274,9 +274,6 @@ class SharedPool:
         self.violations: list[Violation] = []
         """What the checks found, known faults among them."""
         self._checks, self._most = checks, most
-        self._estimates: list[tuple[int, int]] = []
-        self._is_asking = False
-        self._watch_estimates()
 
     # ---- rules -----------------------------------------------------------------------------------
 
@@ -332,11 +329,7 @@ class SharedPool:
             lookahead = 0
             reserved = self._scheduler.reserved_blocks(self.inflight_prefills)
         else:
-            num_new, drafts = self._new_tokens_of_waiting(request, start, rule)
-            if num_new > 0:
-                num_new = self._scheduler.split(request, num_new, local, external)
-            if drafts and num_new != 1 + drafts:
-                num_new, drafts = min(num_new, 1), 0
+            num_new, drafts = self._new_tokens_of_waiting(request, start, rule, local, external)
             if num_new == 0:
                 self.admits_no_more = True
                 return False
@@ -372,10 +365,6 @@ class SharedPool:
         self._begin()
         start = request.num_computed_tokens
         num_new, drafts = self._new_tokens_of_waiting(request, start, rule)
-        if num_new > 0:
-            num_new = self._scheduler.split(request, num_new)
-        if drafts and num_new != 1 + drafts:
-            num_new, drafts = min(num_new, 1), 0
         if num_new == 0:
             self.admits_no_more = True
             return False
@@ -605,9 +594,12 @@ class SharedPool:
             self.is_open = True
             self.manager.new_step_starts()
 
-    def _new_tokens_of_waiting(self, request: Request, start: int, rule: Rule) -> tuple[int, int]:
+    def _new_tokens_of_waiting(
+        self, request: Request, start: int, rule: Rule, local: int = 0, external: int = 0
+    ) -> tuple[int, int]:
         """Tokens to compute and drafts among them; 0 where the step has too few left."""
-        num_new, num_spec = request.num_tokens - start, self.geometry.num_speculative_blocks
+        num_new, drafts = request.num_tokens - start, 0
+        num_spec = self.geometry.num_speculative_blocks
         prefills = any(entry.continues_prefill for entry in self.scheduled.values())
         if (
             self._text.pads_drafts
@@ -616,8 +608,15 @@ class SharedPool:
             and not prefills
             and (self.scheduled or start > 0)
         ):
-            return (1 + num_spec, num_spec) if 1 + num_spec <= rule.num_tokens else (0, 0)
-        return min(num_new, rule.num_tokens), 0
+            if 1 + num_spec > rule.num_tokens:
+                return 0, 0
+            num_new, drafts = 1 + num_spec, num_spec
+        num_new = min(num_new, rule.num_tokens)
+        if num_new > 0:
+            num_new = self._scheduler.split(request, num_new, local, external)
+        if drafts and num_new != 1 + drafts:
+            return min(num_new, 1), 0
+        return num_new, drafts
 
     def _allocate(
         self,
@@ -646,22 +645,24 @@ class SharedPool:
             "reserved_blocks": reserved,
         }
         situation = self._situation(request, num_new, local, blocks, external, lookahead, is_async)
-        self._estimates.clear()
+        gate, estimate, free = None, None, 0
+
+        def note(request_id: str, is_gate: bool, num_blocks: int) -> None:
+            nonlocal gate, estimate, free
+            free = self.pool.get_num_free_blocks()
+            if is_gate:
+                gate = num_blocks
+            else:
+                estimate = num_blocks
+
         raised, allocated = None, None
-        self._is_asking = True
         try:
-            allocated = self.manager.allocate_slots(**taken(values, self._allocate_arguments))
+            with watching_estimates(self.coordinator, note):
+                allocated = self.manager.allocate_slots(**taken(values, self._allocate_arguments))
         except PlaceholderUsed:
             raise
         except Exception as error:
             raised = error
-        finally:
-            self._is_asking = False
-        asks_gate = bool(values["full_sequence_must_fit"])
-        told = [estimate for estimate, _ in self._estimates]
-        gate = told[0] if asks_gate and told else None
-        estimate = told[-1] if len(told) > asks_gate else None
-        free = self._estimates[-1][1] if self._estimates else 0
         self.seen = StepSeen(
             request=request.request_id,
             situation=situation,
@@ -722,17 +723,6 @@ class SharedPool:
             num_evictable_attention_hits=sum(free[ATTENTION_GROUP]) if free else 0,
             other_hits_are_evictable=any(mamba_free[1:]),
         )
-
-    def _watch_estimates(self) -> None:
-        ask = self.coordinator.get_num_blocks_to_allocate
-
-        def asked(*arguments: Any, **named: Any) -> int:
-            estimate: int = ask(*arguments, **named)
-            if self._is_asking:
-                self._estimates.append((estimate, self.pool.get_num_free_blocks()))
-            return estimate
-
-        self.coordinator.get_num_blocks_to_allocate = asked
 
     def _tables(self, request: Request) -> list[list[int]]:
         tables = self.coordinator.get_blocks(request.request_id)
@@ -815,14 +805,4 @@ class SharedPool:
         )
 
 
-_ALLOCATE_ARGUMENTS = (
-    "request",
-    "num_new_tokens",
-    "num_new_computed_tokens",
-    "new_computed_blocks",
-    "num_lookahead_tokens",
-    "num_external_computed_tokens",
-    "delay_cache_blocks",
-    "full_sequence_must_fit",
-    "reserved_blocks",
-)
+_ALLOCATE_ARGUMENTS = (*ALLOCATE_ARGUMENTS, "full_sequence_must_fit", "reserved_blocks")

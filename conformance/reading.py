@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -130,6 +130,63 @@ def parse_json(data: bytes | str) -> Field:
     except ValueError as error:
         raise Malformed(f"not JSON: {one_line(str(error))}") from None
     return Field(content)
+
+
+def headed(data: bytes | str, kind: str, schema: int) -> Field:
+    """Return the object that a JSON text holds, less `kind` and `schema`, which must be these.
+
+    Raises:
+        Malformed: They are not, or it is no JSON object.
+    """
+    content = parse_json(data).mapping()
+    for key, value in (("schema", schema), ("kind", kind)):
+        if content.pop(key, Field(None)).value != value:
+            raise Malformed(f"{key}: expected {value!r}")
+    return Field({key: item.value for key, item in content.items()})
+
+
+def kind_of(data: bytes | str) -> str | None:
+    """Return the kind that a JSON text says of itself; None where it says none, or is no JSON."""
+    try:
+        content = parse_json(data).value
+    except Malformed:
+        return None
+    said = content.get("kind") if isinstance(content, dict) else None
+    return said if isinstance(said, str) else None
+
+
+def record(cls: type[_T], item: Field, **read: Callable[[Field], Any]) -> _T:
+    """Read a dataclass; fields with a default may be left out.
+
+    Args:
+        cls: What to make.
+        item: An object.
+        read: How to read the fields that are no plain numbers, words or truth values.
+
+    Raises:
+        Malformed: A field is missing, unknown or of another type.
+    """
+    parts = {part.name: part for part in fields(cls)}  # type: ignore[arg-type]
+    optional = [name for name, part in parts.items() if part.default is not MISSING]
+    content = item.object(list(parts), optional=optional)
+    return cls(
+        **{
+            name: read[name](value) if name in read else _plain(value, str(parts[name].type))
+            for name, value in content.items()
+        }
+    )
+
+
+def _plain(value: Field, kind: str) -> Any:
+    if kind == "int":
+        return value.integer()
+    if kind == "bool":
+        return value.boolean()
+    if kind == "str":
+        return value.text()
+    if isinstance(value.value, bool) or not isinstance(value.value, int | float):
+        raise value.refuse("expected a number")
+    return float(value.value)
 
 
 # ---- words for errors ----------------------------------------------------------------------------

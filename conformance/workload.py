@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from conformance.reading import Field, Malformed, parse_json, read_bytes, shown
+from conformance.reading import Field, Malformed, headed, read_bytes, record, shown
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -22,8 +22,6 @@ else:
 
 SCHEMA, KIND = 1, "workload"
 WORKLOADS_FILE = Path(__file__).with_name("workloads.toml")
-
-_T = TypeVar("_T")
 
 
 class WorkloadError(Exception):
@@ -227,23 +225,9 @@ def loads(data: bytes | str, *, name: str) -> Workload:
         WorkloadError: It holds something else.
     """
     try:
-        file = parse_json(data)
-        content = file.mapping()
-        for key, value in (("schema", SCHEMA), ("kind", KIND)):
-            if content.pop(key, Field(None)).value != value:
-                raise Malformed(f"{key}: expected {value!r}")
-        return _workload(Field({key: item.value for key, item in content.items()}))
+        return _workload(headed(data, KIND, SCHEMA))
     except Malformed as error:
         raise WorkloadError(f"{name}: {error}") from None
-
-
-def is_workload(data: bytes | str) -> bool:
-    """Whether a JSON file says of itself that it holds a workload."""
-    try:
-        content = parse_json(data).value
-    except Malformed:
-        return False
-    return isinstance(content, dict) and content.get("kind") == KIND
 
 
 def to_json(workload: Workload) -> dict[str, Any]:
@@ -269,7 +253,7 @@ def _rows(item: Field) -> list[Workload]:
         changes = row.mapping()
         own = changes.pop("expected", Field({}, f"{row.path}.expected"))
         sizes = {name: value.value for name, value in changes.items()}
-        engine = _record(Engine, Field({**asdict(base.engine), **sizes}, row.path))
+        engine = record(Engine, Field({**asdict(base.engine), **sizes}, row.path))
         _check_engine(engine, row)
         ends = "-".join(f"{value}-{_SHORT.get(name, name)}" for name, value in sizes.items())
         name = Field(f"{base.name}-{ends}".replace("_", "-"), row.path).slug()
@@ -285,7 +269,7 @@ _SHORT = {"num_gpu_blocks": "blocks"}
 def _workload(item: Field) -> Workload:
     names = [part.name for part in fields(Workload)]
     content = item.object(names, optional=["stall_after", "expected", "source"])
-    engine = _record(Engine, content["engine"])
+    engine = record(Engine, content["engine"])
     _check_engine(engine, content["engine"])
     arrivals = content["arrivals"].items()
     if not arrivals:
@@ -303,7 +287,7 @@ def _workload(item: Field) -> Workload:
 def _arrivals(items: list[Field], engine: Engine) -> tuple[Arrival, ...]:
     found: list[Arrival] = []
     for item in items:
-        arrival = _record(Arrival, item)
+        arrival = record(Arrival, item)
         for name, reason in _objections(arrival, [other.name for other in found], engine):
             raise Field(None, f"{item.path}.{name}").refuse(reason)
         found.append(arrival)
@@ -365,23 +349,3 @@ def _expected(item: Field) -> dict[str, dict[str, Any]]:
             name: value.value for name, value in content.items()
         }
     return found
-
-
-def _record(cls: type[_T], item: Field) -> _T:
-    """Read a record of plain fields; those with a default may be left out."""
-    parts = {part.name: part for part in fields(cls)}  # type: ignore[arg-type]
-    optional = [name for name, part in parts.items() if part.default is not MISSING]
-    content = item.object(list(parts), optional=optional)
-    return cls(**{name: _plain(value, str(parts[name].type)) for name, value in content.items()})
-
-
-def _plain(value: Field, kind: str) -> Any:
-    if kind == "int":
-        return value.integer()
-    if kind == "bool":
-        return value.boolean()
-    if kind == "str":
-        return value.text()
-    if isinstance(value.value, bool) or not isinstance(value.value, int | float):
-        raise value.refuse("expected a number")
-    return float(value.value)

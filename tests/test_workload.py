@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
+from conformance.reading import kind_of
 from conformance.workload import (
+    KIND,
     End,
     Outcome,
     Workload,
     WorkloadError,
     differences,
-    is_workload,
     known_workloads,
     load,
     load_toml,
@@ -121,9 +122,9 @@ def test_a_malformed_workload_is_refused_in_one_line(
 
 def test_a_file_says_of_itself_that_it_is_a_workload() -> None:
     """`capproof replay` tells workloads from scenarios by that."""
-    assert is_workload(json.dumps(FILE))
-    assert not is_workload('{"schema": 1}')
-    assert not is_workload("no JSON")
+    assert kind_of(json.dumps(FILE)) == KIND
+    assert kind_of('{"schema": 1}') is None
+    assert kind_of("no JSON") is None
 
 
 def test_only_given_fields_are_compared_and_an_error_by_a_part_of_it() -> None:
