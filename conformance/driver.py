@@ -19,6 +19,7 @@ from conformance.lives import Setting, SharedPool
 from conformance.pools import PoolShelf
 from conformance.request import MAX_TABLE_COLUMNS, LimitError, Observation, RequestUnderTest
 from models.loader import Core, CoreError
+from models.sizing import reserved_at_startup
 from spec.vocabulary import Geometry
 
 __all__ = [
@@ -54,7 +55,7 @@ class Driver:
     def __init__(self, modules: Modules) -> None:
         self.bindings = bind(modules)
         self.location = str(getattr(modules, "root", None) or getattr(modules, "location", "?"))
-        self._specs: dict[Geometry, Any] = {}
+        self._specs: dict[Geometry, tuple[Any, int]] = {}
         self._pools = PoolShelf(self.bindings)
         self._modules = modules
         self._group_bindings: GroupBindings | None = None
@@ -85,18 +86,21 @@ class Driver:
         num_behind = geometry.num_tokens_behind_checkpoint
         num_lookahead = num_behind if num_behind > 1 else 0
         pool = self._pools.take(num_gpu_blocks, geometry.hash_block_size, num_lookahead)
-        manager = self.bindings.new_manager(geometry, self._spec(geometry), pool)
-        return RequestUnderTest(self.bindings, geometry, manager, pool, self._pools)
+        spec, reserved = self._spec(geometry)
+        manager = self.bindings.new_manager(geometry, spec, pool)
+        return RequestUnderTest(self.bindings, geometry, manager, pool, self._pools, reserved)
 
     def _request_on_groups(
         self, geometry: Geometry, num_gpu_blocks: int, num_mamba_groups: int
     ) -> GroupsUnderTest:
         if self._group_bindings is None:
             self._group_bindings = bind_groups(self._modules)
+        spec, reserved = self._spec(geometry)
         manager = self._group_bindings.new_kv_cache_manager(
-            geometry, self._spec(geometry), num_gpu_blocks, num_mamba_groups
+            geometry, spec, num_gpu_blocks, num_mamba_groups
         )
-        return GroupsUnderTest(self.bindings, self._group_bindings, geometry, manager, self._pools)
+        bindings = self.bindings, self._group_bindings
+        return GroupsUnderTest(*bindings, geometry, manager, self._pools, reserved)
 
     def shared_pool(self, setting: Setting, checks: Sequence[Check] = CHECKS) -> SharedPool:
         """Return several requests on one `KVCacheManager`, none of them admitted yet.
@@ -110,16 +114,18 @@ class Driver:
         """
         if self._group_bindings is None:
             self._group_bindings = bind_groups(self._modules)
-        spec = self._spec(setting.geometry)
+        spec, _ = self._spec(setting.geometry)
         return SharedPool(self.bindings, self._group_bindings, setting, spec, checks, self._most)
 
-    def _spec(self, geometry: Geometry) -> Any:
-        spec = self._specs.get(geometry)
-        if spec is None:
+    def _spec(self, geometry: Geometry) -> tuple[Any, int]:
+        """The spec of a Mamba group, and the blocks that its start-up sizing reserves."""
+        found = self._specs.get(geometry)
+        if found is None:
             if len(self._specs) >= _MAX_SPECS:
                 self._specs.clear()
-            spec = self._specs[geometry] = self.bindings.new_spec(geometry)
-        return spec
+            spec = self.bindings.new_spec(geometry)
+            found = self._specs[geometry] = spec, reserved_at_startup(spec)
+        return found
 
 
 def core_driver(root: Path) -> Driver:

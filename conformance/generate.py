@@ -42,7 +42,7 @@ from spec.families import (
     tags_of,
 )
 from spec.logic import cdiv, choose, count, negation
-from spec.theorems import THEOREMS, manager_of
+from spec.theorems import ABOUT_HELD, THEOREMS, manager_of
 from spec.vocabulary import Call, Geometry, Situation, Step
 
 #: The longest prompt that edges go up to, in tokens: vLLM #57050's `--max-model-len`.
@@ -148,7 +148,8 @@ class Request:
     owns_partial_tail: bool = False
     """Whether the last step finds the request's own partial tail cached."""
     num_request_tokens: int = 0
-    """Tokens that the full-sequence gate is asked about before the last step; 0: it is not."""
+    """Tokens that the full-sequence gate is asked about before the request is admitted; 0: it is
+    not."""
     num_mamba_groups: int = 0
     """Mamba groups beside a full-attention group; 0 is one Mamba manager by itself."""
 
@@ -186,6 +187,7 @@ class Request:
             num_external_tokens=origin.num_external_tokens,
             loads_asynchronously=origin.loads_asynchronously,
             preempted=origin.preempted,
+            num_request_tokens=self.num_request_tokens,
             num_mamba_groups=self.num_mamba_groups,
         )
 
@@ -198,12 +200,7 @@ class Request:
                 total_computed_tokens=self.num_computed_tokens,
                 num_local_computed_tokens=self.num_computed_tokens,
             )
-        return replace(
-            situation,
-            call=call,
-            owns_partial_tail=self.owns_partial_tail,
-            num_request_tokens=self.num_request_tokens,
-        )
+        return replace(situation, call=call, owns_partial_tail=self.owns_partial_tail)
 
     @property
     def name(self) -> str:
@@ -331,7 +328,7 @@ def scenario_of(
             column_to_retire_before=_to_retire_after(situations[:-1]),
         )
         if step is not None:
-            predicted[target] = _prediction(last, step, tree.traits)
+            predicted[target] = _prediction(last, step, tree.traits, theorem)
     return Scenario(
         name=name or request.name,
         manager=manager_of(last),
@@ -347,7 +344,10 @@ def scenario_of(
     )
 
 
-def _prediction(situation: Situation, step: Step, traits: Traits) -> Prediction:
+def _prediction(
+    situation: Situation, step: Step, traits: Traits, theorem: str | None
+) -> Prediction:
+    held = ("held_before", "held", "reserved_at_startup") if theorem in ABOUT_HELD else ()
     return Prediction(
         dry_run=step.dry_run,
         estimate=step.estimate,
@@ -356,6 +356,7 @@ def _prediction(situation: Situation, step: Step, traits: Traits) -> Prediction:
         raised=step.raised,
         gate=step.gate if situation.num_request_tokens else None,
         violates=violated(situation, step, traits),
+        **{name: getattr(step, name) for name in held if step.raised is None},
     )
 
 
@@ -388,6 +389,7 @@ def _step(situation: Situation, column_to_retire: int) -> ScenarioStep:
             ),
             column_to_retire=column_to_retire,
         ),
+        num_request_tokens=0 if situation.table_length else situation.num_request_tokens,
         **{name: getattr(situation, name) for name in _OF_THE_STEP},
     )
 
@@ -400,7 +402,6 @@ _OF_THE_STEP = (
     "loads_asynchronously",
     "preempted",
     "owns_partial_tail",
-    "num_request_tokens",
     "num_evictable_attention_hits",
     "other_hits_are_evictable",
 )
@@ -533,7 +534,8 @@ def request_in(scenario: Scenario) -> Request:
         before = []
     first, call = (before or [last])[0], last.call
     is_sparse, decodes = call.prefill_end > 0, last.prefill_length < call.num_tokens_main_model
-    asks_gate = last.num_request_tokens > 0
+    num_request_tokens = (before or [last])[0].num_request_tokens
+    asks_gate = num_request_tokens > 0
     covered = before[-1].call.num_tokens_main_model if before else 0
     computed = call.total_computed_tokens if before else 0
     return Request(
@@ -554,7 +556,7 @@ def request_in(scenario: Scenario) -> Request:
         ),
         num_computed_tokens=computed if computed != covered else 0,
         owns_partial_tail=last.owns_partial_tail,
-        num_request_tokens=last.num_request_tokens,
+        num_request_tokens=num_request_tokens,
         num_mamba_groups=scenario.num_mamba_groups,
     )
 

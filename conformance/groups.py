@@ -6,7 +6,7 @@ are what is estimated; `KVCacheManager.allocate_slots` itself checks, adopts and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
@@ -37,11 +37,13 @@ class GroupsUnderTest(RequestUnderTest):
         geometry: Geometry,
         kv_cache_manager: Any,
         shelf: PoolShelf,
+        reserved_at_startup: int,
     ) -> None:
         coordinator = kv_cache_manager.coordinator
         managers = tuple(coordinator.single_type_managers)
         first = managers[FIRST_MAMBA_GROUP]
-        super().__init__(bindings, geometry, first, kv_cache_manager.block_pool, shelf)
+        pool = kv_cache_manager.block_pool
+        super().__init__(bindings, geometry, first, pool, shelf, reserved_at_startup)
         self.kv_cache_manager = kv_cache_manager
         self._groups = group_bindings
         self._asked = self._coordinator = coordinator
@@ -139,8 +141,11 @@ class GroupsUnderTest(RequestUnderTest):
             hit.append(self._cached_blocks(group_id, num_tokens, num_blocks, 1, int(is_free)))
         return tuple(hit)
 
-    def _evictable(self, hit: tuple[list[Any], ...]) -> list[Any]:
-        return super()._evictable(chain.from_iterable(hit))
+    def _hit_of_manager(self, hit: tuple[list[Any], ...]) -> list[Any]:
+        return hit[FIRST_MAMBA_GROUP]
+
+    def _blocks_of(self, hit: tuple[list[Any], ...]) -> Iterable[Any]:
+        return chain.from_iterable(hit)
 
     def _arguments(self, call: Call) -> dict[str, int]:
         """What the coordinator's estimator is asked, beside the hit."""

@@ -238,12 +238,9 @@ def estimates(pool: SharedPool, rule: Rule) -> list[Violation]:
 
 
 def peak(pool: SharedPool, rule: Rule) -> list[Violation]:
-    """A request holds the last state and the new one, those of drafts, and one checkpoint.
-
-    vLLM: `v1/kv_cache_interface.py`, `MambaSpec.max_memory_usage_bytes`, align mode.
-    """
-    g = pool.geometry
-    most = 2 + g.num_speculative_blocks + g.num_prefill_checkpoint_blocks
+    """A request's tables, and copies queued for them, hold no more than the release reserves."""
+    most = pool.reserved_at_startup
+    copies = [{block.block_id for block in pair} for pair in pool.pending_copies()]
     return [
         HoldsTooMany(
             request.request_id,
@@ -253,8 +250,8 @@ def peak(pool: SharedPool, rule: Rule) -> list[Violation]:
             pool.last_seen.get(request.request_id),
         )
         for request in pool.requests
-        for group, held in enumerate(pool.held(request))
-        if group > 0 and len(held) > most
+        for group, listed in enumerate(pool.held(request))
+        if group > 0 and len(held := listed.union(*(c for c in copies if c & listed))) > most
     ]
 
 
@@ -358,6 +355,13 @@ KNOWN = (
         "0.31.0",
         ("matches-intended", "peak-within-sizing"),
         lambda s: s.geometry.num_speculative_blocks > 0 and reserves_checkpoint(s),
+    ),
+    KnownFault(
+        "no-block-is-reserved-for-a-copy",
+        "0.26.0",
+        "0.33.0",
+        ("peak-within-sizing",),
+        lambda s: s.owns_partial_tail | hits_inside_a_block(s),
     ),
     KnownFault(
         "checkpoint-of-a-hit",

@@ -25,6 +25,7 @@ from conformance.life_checks import (
 from conformance.life_scheduler import SchedulerStandIn, scheduler_text
 from conformance.life_shadow import ATTENTION_GROUP, Chunk, Shadow, StateLost, Tokens, WorkerRow
 from models.loader import PlaceholderUsed
+from models.sizing import reserved_at_startup
 from spec.families import checkpoint_position, reserves_checkpoint
 from spec.logic import cdiv
 from spec.vocabulary import Call, Geometry, Situation
@@ -235,6 +236,8 @@ class SharedPool:
             bindings.set_as_coordinator_does(g, manager)
         self._statuses = group_bindings.statuses
         self._rebuild = (bindings, group_bindings, mamba_spec)
+        self.reserved_at_startup = reserved_at_startup(mamba_spec)
+        """Blocks that the start-up sizing reserves for one request in one Mamba group."""
         self._text = scheduler_text(group_bindings.file)
         self._scheduler = SchedulerStandIn(
             self._text,

@@ -43,8 +43,11 @@ class PoolShelf:
         num_usable = pool.num_gpu_blocks - 1
         if pool.get_num_free_blocks() != num_usable or len(hash_map_ids(pool)):
             return False
-        drawn = sorted(pool.get_new_blocks(num_usable - least_free), key=block_id)
-        pool.free_blocks(drawn)
+        try:
+            drawn = sorted(pool.get_new_blocks(num_usable - least_free), key=block_id)
+            pool.free_blocks(drawn)
+        except Exception:  # a step of a faulty tree has freed a block twice, or lost one
+            return False
         are_first = all(block.block_id == i for i, block in enumerate(drawn, start=1))
         are_clean = not any(map(ref_cnt, drawn)) and not any(map(_block_hash, drawn))
         if are_first and are_clean and self._sorting_restores_order:

@@ -15,7 +15,7 @@ from conformance import steps
 from conformance.expectations import suite_of, where
 from conformance.scenario import Expect, Prediction, Scenario, ScenarioStep
 from spec.families import FAMILIES
-from spec.theorems import MANAGERS, OBLIGATIONS, THEOREMS
+from spec.theorems import ABOUT_HELD, MANAGERS, OBLIGATIONS, THEOREMS, Asks
 from spec.vocabulary import Geometry
 
 #: Of (target, scenario, theorem).
@@ -39,6 +39,8 @@ class Relation:
     apply: str = "last_of(request, steps)"
 
 
+#: Rows that a theorem is asserted on, where these are not all.
+_ROWS = {Asks.GATE: "asking_gate(ROWS)", Asks.LIFETIME: "admitted_by_gate(ROWS)"}
 _COMPLETED = "assert step.raised is None"
 #: One entry per theorem of the catalogue; a test compares the keys.
 RELATIONS: dict[str, Relation] = {
@@ -117,6 +119,33 @@ RELATIONS: dict[str, Relation] = {
             "assert step.refused == (step.gate > max(step.estimate, 0) + 4)",
         ),
         "last_of(request, steps, exactly_the_estimate=True, reserved_blocks=4)",
+    ),
+    "live-state-kept": Relation(
+        "state_that_the_step_starts_from_stays_where_it_is_read",
+        (_COMPLETED, "assert step.state_is_in_place"),
+    ),
+    "only-states-are-held": Relation(
+        "blocks_stand_only_in_columns_of_states", (_COMPLETED, "assert step.only_states_are_held")
+    ),
+    "removal-frees-skipped": Relation(
+        "removal_of_skipped_blocks_leaves_none_before_the_running_state",
+        (_COMPLETED, "assert step.removal_freed_skipped"),
+    ),
+    "conservation": Relation(
+        "every_block_drawn_is_held_and_none_is_given_back",
+        (_COMPLETED, "assert step.drawn_are_held"),
+    ),
+    "peak-within-sizing": Relation(
+        "request_holds_no_more_than_the_startup_sizing_reserves",
+        (_COMPLETED, "assert step.held <= step.reserved_at_startup"),
+    ),
+    "gate-covers-lifetime": Relation(
+        "gate_asks_for_at_least_what_a_later_prefill_step_holds",
+        (_COMPLETED, "assert step.held <= step.gate"),
+    ),
+    "eventually-admitted": Relation(
+        "request_that_has_what_is_reserved_to_itself_is_let_pass",
+        (_COMPLETED, "assert step.held_before + step.estimate <= step.reserved_at_startup"),
     ),
     "gate-covers-first-step": Relation(
         "gate_asks_for_at_least_what_the_first_step_draws",
@@ -213,12 +242,20 @@ def _file(
 def _tested(
     manager: str, family: str, scenarios: Sequence[Scenario]
 ) -> Iterator[tuple[str, Relation]]:
-    asks_gate = any(scenario.steps[-1].num_request_tokens for scenario in scenarios)
+    asks = {_gate_is_asked(scenario) for scenario in scenarios}
     for slug, relation in RELATIONS.items():
         theorem = THEOREMS[slug]
         is_about = manager in theorem.managers and theorem.why_not(family) is None
-        if is_about and (asks_gate or not theorem.asks_gate):
+        if is_about and (theorem.asks in asks or not theorem.asks_gate):
             yield slug, relation
+
+
+def _gate_is_asked(scenario: Scenario) -> Asks:
+    """What a scenario's rows are for: the gate before its last step, or before an earlier one."""
+    first, last = scenario.steps[0], scenario.steps[-1]
+    if last.num_request_tokens:
+        return Asks.GATE
+    return Asks.LIFETIME if first.num_request_tokens else Asks.STEP
 
 
 def _left_out(
@@ -249,7 +286,7 @@ def _test(slug: str, suite: str, marker: _Marker, *, has_groups: bool) -> dict[s
     return {
         "slug": slug,
         "marks": [f"@{mark}" for mark in marker.of_test(slug, suite)],
-        "rows": "asking_gate(ROWS)" if theorem.asks_gate else "ROWS",
+        "rows": _ROWS.get(theorem.asks, "ROWS"),
         "head": _head(relation.test_name, _columns(has_groups=has_groups)),
         "pool": "num_gpu_blocks, num_mamba_groups" if has_groups else "num_gpu_blocks",
         "docstring": _docstring(theorem.sentence),
@@ -301,7 +338,13 @@ def _imports(
 _WORDS = (steps.chunk, steps.hit, steps.load, steps.own_tail, steps.park, steps.preempted)
 _HELPERS = {
     function.__name__
-    for function in (*_WORDS, steps.asking_gate, steps.greatest_demand, steps.last_of)
+    for function in (
+        *_WORDS,
+        steps.admitted_by_gate,
+        steps.asking_gate,
+        steps.greatest_demand,
+        steps.last_of,
+    )
 }
 
 
@@ -514,9 +557,23 @@ def _features_shown(scenarios: Mapping[str, Sequence[Scenario]]) -> dict[str, se
     return shown
 
 
+#: Reasons where a row predicts nothing of what is held.
+_HELD_TOO_MANY = {
+    "peak-within-sizing": "more is held than start-up reserves",
+    "gate-covers-lifetime": "more is held than the gate asked for",
+    "eventually-admitted": "more is held and asked for than start-up reserves",
+}
+
+
 def _reason(slug: str, prediction: Prediction, scenario: Scenario) -> str:
     if prediction.raised is not None:
         return f"raises {prediction.raised}"
+    if slug in ABOUT_HELD and prediction.held is None:
+        return _HELD_TOO_MANY[slug]
+    if slug in ABOUT_HELD:
+        gate = "" if prediction.gate is None else f"the gate asked for {prediction.gate}, "
+        held = f"{prediction.held_before} before and {prediction.held} after"
+        return f"{gate}holds {held}, {prediction.reserved_at_startup} are reserved"
     if THEOREMS[slug].asks_gate:
         return f"the gate asks for {prediction.gate}, the step draws {prediction.drawn}"
     need = scenario.steps[-1].expect.need

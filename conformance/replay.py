@@ -27,6 +27,7 @@ from conformance.driver import (
     vllm_driver,
 )
 from conformance.scenario import (
+    OPTIONALLY_PREDICTED,
     Prediction,
     Scenario,
     ScenarioError,
@@ -34,7 +35,7 @@ from conformance.scenario import (
     to_json,
 )
 from conformance.steps import Applied, applied, how_it_ended
-from spec.families import family_of
+from spec.families import family_of, tags_of
 from spec.theorems import THEOREMS, Need, Pool, Theorem, least_pool, manager_of
 from spec.vocabulary import Situation, Step
 
@@ -204,9 +205,8 @@ def _says_something(theorem: Theorem, situation: Situation, step: Step, need: in
 
 
 def _is_about(theorem: Theorem, situation: Situation) -> bool:
-    return manager_of(situation) in theorem.managers and (
-        not theorem.families or theorem.why_not(family_of(situation)) is None
-    )
+    is_of_manager = manager_of(situation) in theorem.managers
+    return is_of_manager and theorem.why_not(family_of(situation), tags_of(situation)) is None
 
 
 def theorem_holds(
@@ -291,7 +291,8 @@ def _differences(
 
 
 def _differing(names: Sequence[str], prediction: Prediction, step: Step) -> Iterator[str]:
-    for name in names if prediction.gate is None else ("gate", *names):
+    said = [name for name in OPTIONALLY_PREDICTED if getattr(prediction, name) is not None]
+    for name in (*said, *names):
         predicted, found = getattr(prediction, name), getattr(step, name)
         if predicted != found:
             yield f"{name}: predicted {predicted}, saw {found}"

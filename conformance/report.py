@@ -167,6 +167,9 @@ def counterexample_line(scenario: Mapping[str, Any], target: str) -> str:
         outcome = f"raises {seen['raised']}"
     else:
         outcome = f"estimate {seen['estimate']}, drawn {seen['drawn']}, needed {need}"
+        if seen.get("held") is not None:
+            held = f"{seen['held_before']} before and {seen['held']} after"
+            outcome += f", held {held}, {seen['reserved_at_startup']} reserved"
         if seen.get("gate") is not None:
             outcome = f"the gate asks {seen['gate']}, {outcome}"
     number = scenario.get("num_mamba_groups", 0)

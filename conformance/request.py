@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter, is_
@@ -19,11 +19,17 @@ from conformance.bindings import (
     Bindings,
     DriverError,
 )
+from conformance.held import QUEUED_COPIES, Found, held_by_column, kept_by
 from conformance.pools import PoolShelf, block_id, hash_map_ids, ref_cnt
 from models.loader import PlaceholderUsed
 from spec.vocabulary import Call, Geometry, Situation, Step
 
 REQUEST_ID = "request"
+
+#: What is seen of a removal that was not reached.
+_NOT_REMOVED = dict.fromkeys(
+    ("removal_kept_state", "removal_freed_skipped", "removed_blocks"), None
+)
 
 #: The only KV-cache group.
 GROUP_ID = 0
@@ -67,6 +73,7 @@ class RequestUnderTest:
         manager: Any,
         pool: Any,
         shelf: PoolShelf,
+        reserved_at_startup: int,
     ) -> None:
         self.geometry = geometry
         self.manager = manager
@@ -83,9 +90,10 @@ class RequestUnderTest:
         """All that hold blocks of the request."""
         self._mamba: tuple[Any, ...] = (manager,)
         """Those of them that copy an own partial tail."""
+        self._reserved_at_startup = reserved_at_startup
         self._least_free = pool.get_num_free_blocks()
         self._is_parked = self._was_preempted = self._owns_partial_tail = False
-        self._num_hits = 0
+        self._num_hits = self._gate = self._num_tokens_asked = 0
         self._held_by_another: list[Any] = []
         self._hashes: set[Any] = set()
 
@@ -139,13 +147,15 @@ class RequestUnderTest:
         arguments = self._arguments(call)
         dry_run = estimate = drawn = left_state = None
         refused = False
-        gate, removal = (None if num_request_tokens else 0), (None, None)
+        gate, removal, found = (None if num_request_tokens else self._gate), _NOT_REMOVED, None
         retired_before, is_new_columns = self._column_to_retire(), False
         try:
             if num_request_tokens:
-                gate = self._ask_gate(arguments, hit, num_request_tokens)
+                gate = self._gate = self._ask_gate(arguments, hit, num_request_tokens)
+                self._num_tokens_asked = num_request_tokens
             removal = self._remove_skipped_blocks(call.total_computed_tokens)
             num_columns = len(self._table())
+            found = self._found(call, hit, num_hit_blocks, num_external_tokens)
             before = self._watched_state() if watch_dry_run else None
             try:
                 dry_run = self._estimate(arguments, hit, is_dry_run=True)
@@ -192,8 +202,9 @@ class RequestUnderTest:
             column_to_retire_before=retired_before,
             column_to_retire=self._column_to_retire(),
             gate=gate,
-            removal_kept_state=removal[0],
-            removed_blocks=removal[1],
+            **removal,
+            **({} if found is None else self._held_after(found, drawn or 0)),
+            reserved_at_startup=self._reserved_at_startup,
             raised=None if self.exception is None else type(self.exception).__name__,
             refused=refused,
         )
@@ -208,6 +219,7 @@ class RequestUnderTest:
             raise DriverError("a request without a table is not preempted")
         self._end_last_step()
         self._asked.free(REQUEST_ID)
+        self._gate = self._num_tokens_asked = 0
         self._was_preempted, self._is_parked, self._owns_partial_tail = True, False, False
 
     def cache_own_partial_tail(self, num_tokens: int) -> None:
@@ -237,8 +249,7 @@ class RequestUnderTest:
     def observe(self) -> Observation:
         """Return the public effects so far."""
         table = tuple(map(block_id, self._table()))
-        tables = (manager.req_to_blocks.get(REQUEST_ID, ()) for manager in self._managers)
-        held = {id(block) for found in tables for block in found if not block.is_null}
+        held = {id(block) for found in self._tables() for block in found if not block.is_null}
         return Observation(
             free=self.pool.get_num_free_blocks(),
             table_length=len(table),
@@ -263,7 +274,7 @@ class RequestUnderTest:
             call=call,
             table_length=len(self._table()),
             prefill_length=prefill_length,
-            num_request_tokens=num_request_tokens,
+            num_request_tokens=num_request_tokens or self._num_tokens_asked,
             num_hit_blocks=num_hit_blocks,
             hit_is_evictable=hit_is_evictable,
             num_external_tokens=num_external_tokens,
@@ -344,7 +355,12 @@ class RequestUnderTest:
         return blocks
 
     def _evictable(self, hit: Any) -> list[Any]:
-        return [block for block in hit if block.ref_cnt == 0 and not block.is_null]
+        return [b for b in self._blocks_of(hit) if b.ref_cnt == 0 and not b.is_null]
+
+    def _blocks_of(self, hit: Any) -> Iterable[Any]:
+        """The blocks of a hit, in all groups."""
+        blocks: Iterable[Any] = hit
+        return blocks
 
     def _act(
         self, call: Call, hit: Any, num_external_tokens: int, loads_asynchronously: bool
@@ -447,15 +463,49 @@ class RequestUnderTest:
             **arguments,
         )
 
-    def _remove_skipped_blocks(self, num_computed_tokens: int) -> tuple[bool, bool]:
-        """Have the tree remove them; return whether the state stayed, and whether any went."""
+    def _remove_skipped_blocks(self, num_computed_tokens: int) -> dict[str, bool]:
+        """Have the tree remove them; return what is seen of it, as fields of a `Step`."""
         before, num_last = [*self._table()], 1 + self.geometry.num_speculative_blocks
         self._asked.remove_skipped_blocks(REQUEST_ID, num_computed_tokens)
         after = self._table()
-        if len(after) == len(before) and all(map(is_, before, after)):
-            return True, False
-        kept = len(after) == len(before) and all(map(is_, before[-num_last:], after[-num_last:]))
-        return kept, True
+        stays = len(after) == len(before) and all(map(is_, before, after))
+        num_skipped = max(num_computed_tokens - 1, 0) // self.geometry.block_size
+        return {
+            "removal_kept_state": stays
+            or (len(after) == len(before) and all(map(is_, before[-num_last:], after[-num_last:]))),
+            "removal_freed_skipped": all(map(_is_null, after[:num_skipped])),
+            "removed_blocks": not stays,
+        }
+
+    def _found(self, call: Call, hit: Any, num_hit_blocks: int, num_external_tokens: int) -> Found:
+        situation = self.situation(
+            call,
+            call.num_tokens_main_model,
+            num_hit_blocks=num_hit_blocks,
+            num_external_tokens=num_external_tokens,
+        )
+        blocks = self._hit_of_manager(hit)
+        return Found(
+            situation,
+            held_by_column(self._table()),
+            kept_by(self._tables(), self._managers),
+            blocks[-1] if blocks else None,
+            frozenset(b.block_id for b in self._blocks_of(hit) if b.ref_cnt > 0),
+        )
+
+    def _held_after(self, found: Found, num_drawn: int) -> dict[str, Any]:
+        copies = getattr(self.manager, QUEUED_COPIES, ())
+        kept = kept_by(self._tables(), self._managers)
+        return found.after(self._table(), copies, kept, num_drawn)
+
+    def _hit_of_manager(self, hit: Any) -> Sequence[Any]:
+        """The part of a hit that is of the manager whose steps are seen."""
+        blocks: Sequence[Any] = hit
+        return blocks
+
+    def _tables(self) -> list[Sequence[Any]]:
+        """The request's tables, in all managers."""
+        return [manager.req_to_blocks.get(REQUEST_ID, ()) for manager in self._managers]
 
     def _ask_gate(self, arguments: dict[str, int], hit: Any, num_tokens: int) -> Any:
         """The dry run for a request of so many tokens, as `full_sequence_must_fit` has it."""

@@ -108,6 +108,12 @@ class Prediction:
     """Slugs of the theorems that the step violates."""
     gate: int | None = None
     """Blocks that the full-sequence gate is told, None where nothing is predicted of it."""
+    held_before: int | None = None
+    """Blocks that the request holds before the step, None where nothing is predicted of it."""
+    held: int | None = None
+    """The same after the step, queued copies included."""
+    reserved_at_startup: int | None = None
+    """Blocks that the start-up sizing reserves for a request; predicted where `held` is."""
 
 
 @dataclass(frozen=True)
@@ -190,11 +196,17 @@ def _record_to_json(record: Any) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values}
 
 
+#: Fields of a prediction that a file may leave out, and does where nothing is predicted.
+OPTIONALLY_PREDICTED = ("gate", "held_before", "held", "reserved_at_startup")
+
+
 def _prediction_to_json(prediction: Prediction) -> dict[str, Any]:
     content = _record_to_json(prediction)
-    if prediction.gate is None:
-        del content["gate"]
-    return content
+    return {
+        name: value
+        for name, value in content.items()
+        if value is not None or name not in OPTIONALLY_PREDICTED
+    }
 
 
 def _geometry_to_json(geometry: Geometry) -> dict[str, Any]:
@@ -489,7 +501,8 @@ def _parse_predicted(field: Field) -> dict[str, Prediction]:
 
 def _parse_prediction(field: Field) -> Prediction:
     content = field.object(
-        [item.name for item in fields(Prediction)], optional=["raised", "violates", "gate"]
+        [item.name for item in fields(Prediction)],
+        optional=["raised", "violates", *OPTIONALLY_PREDICTED],
     )
     raised = content.get("raised", Field(None))
     return Prediction(
@@ -499,7 +512,10 @@ def _parse_prediction(field: Field) -> Prediction:
         table_length=_integer_or_none(content["table_length"], least=0),
         raised=raised.or_none(raised.text),
         violates=content["violates"].slugs() if "violates" in content else (),
-        gate=_integer_or_none(content.get("gate", Field(None)), least=None),
+        **{
+            name: _integer_or_none(content.get(name, Field(None)), least=None)
+            for name in OPTIONALLY_PREDICTED
+        },
     )
 
 

@@ -265,6 +265,13 @@ def greatest_demand(geometry: Geometry, last: ScenarioStep) -> int:
     )
 
 
+def admitted_by_gate(rows: Iterable[Any]) -> list[Any]:
+    """Those whose first step asks the gate, and whose last is a later one."""
+    return [
+        row for row in rows if len(row.values[-2]) > 1 and row.values[-2][0].num_request_tokens > 0
+    ]
+
+
 def asking_gate(rows: Iterable[Any]) -> list[Any]:
     """Those of the parameter sets of a rendered file whose last step asks the gate."""
     return [row for row in rows if row.values[-2][-1].num_request_tokens > 0]

@@ -2,11 +2,13 @@
 # Family external-async: A waiting request is parked while a connector loads its tokens.
 # Manager mamba-align: The align-mode manager of one Mamba group, by itself.
 # Scenarios: scenarios/external-async.json. Solver: z3 5.4.1.
-# vllm==0.30.0, external-async: 11 PROVED; REFUTED exact-estimate, matches-intended; NOT_APPLICABLE new-columns-returned, removal-keeps-state
-# vllm==0.31.0, external-async: 11 PROVED; REFUTED exact-estimate, matches-intended; NOT_APPLICABLE new-columns-returned, removal-keeps-state
-# vllm==0.33.0, external-async: 11 PROVED; REFUTED exact-estimate, matches-intended; NOT_APPLICABLE new-columns-returned, removal-keeps-state
+# vllm==0.30.0, external-async: 15 PROVED; REFUTED exact-estimate, matches-intended, eventually-admitted; NOT_APPLICABLE new-columns-returned, removal-keeps-state, removal-frees-skipped, gate-covers-lifetime
+# vllm==0.31.0, external-async: 15 PROVED; REFUTED exact-estimate, matches-intended, eventually-admitted; NOT_APPLICABLE new-columns-returned, removal-keeps-state, removal-frees-skipped, gate-covers-lifetime
+# vllm==0.33.0, external-async: 15 PROVED; REFUTED exact-estimate, matches-intended, eventually-admitted; NOT_APPLICABLE new-columns-returned, removal-keeps-state, removal-frees-skipped, gate-covers-lifetime
 # No test of new-columns-returned: the worker is handed the whole table of a request that was waiting: v1/core/sched/scheduler.py, Scheduler.schedule: req_to_new_blocks.
 # No test of removal-keeps-state: a request without a table has no blocks to remove.
+# No test of removal-frees-skipped: a request without a table has no blocks to remove.
+# No test of gate-covers-lifetime: it is about the prefill steps behind an admission without a hit.
 # No test of gate-covers-first-step: no row asks the gate.
 import pytest
 
@@ -28,9 +30,19 @@ ROWS = [
         pytest.mark.refuted(theorem="exact-estimate", targets={"vllm==0.30.0": "estimates 2, draws 1, needs 1"}, raises=AssertionError),
         pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 2, draws 1, needs 1"}, raises=AssertionError),
     ]),
+    pytest.param(Geometry(2, 1, 0, 0, 1, False), 15, [park(local=1, external=1, blocks=1, evictable=True)], Expect(2, 1, None, 0), id="b2-h1-s0-k0-a1-hit-1-in-1-evictable-async-1-tokens-2", marks=[
+        pytest.mark.refuted(theorem="exact-estimate", targets={"vllm==0.30.0": "estimates 3, draws 2, needs 2"}, raises=AssertionError),
+        pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 3, draws 2, needs 2"}, raises=AssertionError),
+        pytest.mark.refuted(theorem="eventually-admitted", targets={"vllm==0.30.0": "more is held and asked for than start-up reserves"}, raises=AssertionError),
+    ]),
     pytest.param(Geometry(2, 1, 0, 0, 1, False), 14, [park(local=3, external=1, blocks=1)], Expect(1, 2, None, -1), id="b2-h1-s0-k0-a1-hit-3-in-1-async-1-tokens-4", marks=[
         pytest.mark.refuted(theorem="exact-estimate", targets={"vllm==0.30.0": "estimates 2, draws 1, needs 1", "vllm==0.31.0": "estimates 2, draws 1, needs 1", "vllm==0.33.0": "estimates 2, draws 1, needs 1"}, raises=AssertionError),
         pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 2, draws 1, needs 1", "vllm==0.31.0": "estimates 2, draws 1, needs 1", "vllm==0.33.0": "estimates 2, draws 1, needs 1"}, raises=AssertionError),
+    ]),
+    pytest.param(Geometry(2, 1, 0, 0, 1, False), 15, [park(local=3, external=1, blocks=1, evictable=True)], Expect(1, 2, None, -1), id="b2-h1-s0-k0-a1-hit-3-in-1-evictable-async-1-tokens-4", marks=[
+        pytest.mark.refuted(theorem="exact-estimate", targets={"vllm==0.30.0": "estimates 3, draws 1, needs 1", "vllm==0.31.0": "estimates 3, draws 1, needs 1", "vllm==0.33.0": "estimates 3, draws 1, needs 1"}, raises=AssertionError),
+        pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 3, draws 1, needs 1", "vllm==0.31.0": "estimates 3, draws 1, needs 1", "vllm==0.33.0": "estimates 3, draws 1, needs 1"}, raises=AssertionError),
+        pytest.mark.refuted(theorem="eventually-admitted", targets={"vllm==0.30.0": "more is held and asked for than start-up reserves", "vllm==0.31.0": "more is held and asked for than start-up reserves", "vllm==0.33.0": "more is held and asked for than start-up reserves"}, raises=AssertionError),
     ]),
     pytest.param(Geometry(16, 1, 0, 0, 4, False), 14, [park(local=1, external=1, blocks=1)], Expect(1, 1, None, 0), id="b16-h1-s0-k0-a4-hit-1-in-1-async-1-tokens-2", marks=[
         pytest.mark.refuted(theorem="exact-estimate", targets={"vllm==0.30.0": "estimates 2, draws 1, needs 1"}, raises=AssertionError),
@@ -59,6 +71,11 @@ ROWS = [
     pytest.param(Geometry(896, 1, 0, 0, 64, False), 14, [park(local=1_048_575, external=1, blocks=1)], Expect(1, 1_171, None, -1), id="b896-h1-s0-k0-a64-hit-1048575-in-1-async-1-tokens-1048576", marks=[
         pytest.mark.refuted(theorem="exact-estimate", targets={"vllm==0.30.0": "estimates 2, draws 1, needs 1", "vllm==0.31.0": "estimates 2, draws 1, needs 1", "vllm==0.33.0": "estimates 2, draws 1, needs 1"}, raises=AssertionError),
         pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 2, draws 1, needs 1", "vllm==0.31.0": "estimates 2, draws 1, needs 1", "vllm==0.33.0": "estimates 2, draws 1, needs 1"}, raises=AssertionError),
+    ]),
+    pytest.param(Geometry(896, 1, 0, 0, 64, False), 15, [park(local=1_048_575, external=1, blocks=1, evictable=True)], Expect(1, 1_171, None, -1), id="b896-h1-s0-k0-a64-hit-1048575-in-1-evictable-async-1-tokens-1048576", marks=[
+        pytest.mark.refuted(theorem="exact-estimate", targets={"vllm==0.30.0": "estimates 3, draws 1, needs 1", "vllm==0.31.0": "estimates 3, draws 1, needs 1", "vllm==0.33.0": "estimates 3, draws 1, needs 1"}, raises=AssertionError),
+        pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 3, draws 1, needs 1", "vllm==0.31.0": "estimates 3, draws 1, needs 1", "vllm==0.33.0": "estimates 3, draws 1, needs 1"}, raises=AssertionError),
+        pytest.mark.refuted(theorem="eventually-admitted", targets={"vllm==0.30.0": "more is held and asked for than start-up reserves", "vllm==0.31.0": "more is held and asked for than start-up reserves", "vllm==0.33.0": "more is held and asked for than start-up reserves"}, raises=AssertionError),
     ]),
 ]
 # fmt: on
@@ -227,3 +244,79 @@ def test_column_of_the_state_that_the_step_started_from_is_the_next_to_free(
 
     assert step.raised is None
     assert step.column_to_retire == expect.column_to_retire
+
+
+@pytest.mark.theorem("live-state-kept")
+@pytest.mark.parametrize(COLUMNS, ROWS)
+def test_state_that_the_step_starts_from_stays_where_it_is_read(
+    driver, geometry, num_gpu_blocks, steps, expect
+):
+    """What a step's computation starts from stays where the worker looks for it: the block in
+    its column, the copy of a hit that the step writes into, and the draft blocks.
+    """
+    request = driver.request(geometry, num_gpu_blocks)
+
+    step = last_of(request, steps)
+
+    assert step.raised is None
+    assert step.state_is_in_place
+
+
+@pytest.mark.theorem("only-states-are-held")
+@pytest.mark.parametrize(COLUMNS, ROWS)
+def test_blocks_stand_only_in_columns_of_states(driver, geometry, num_gpu_blocks, steps, expect):
+    """After a step blocks stand only in the columns of states: the one that it started from, its
+    checkpoint, the running state and the drafts behind it.
+    """
+    request = driver.request(geometry, num_gpu_blocks)
+
+    step = last_of(request, steps)
+
+    assert step.raised is None
+    assert step.only_states_are_held
+
+
+@pytest.mark.theorem("conservation")
+@pytest.mark.parametrize(COLUMNS, ROWS)
+def test_every_block_drawn_is_held_and_none_is_given_back(
+    driver, geometry, num_gpu_blocks, steps, expect
+):
+    """Every block that a step draws stands in the request's table or waits to be copied to, and
+    none of those that it found is given back.
+    """
+    request = driver.request(geometry, num_gpu_blocks)
+
+    step = last_of(request, steps)
+
+    assert step.raised is None
+    assert step.drawn_are_held
+
+
+@pytest.mark.theorem("peak-within-sizing")
+@pytest.mark.parametrize(COLUMNS, ROWS)
+def test_request_holds_no_more_than_the_startup_sizing_reserves(
+    driver, geometry, num_gpu_blocks, steps, expect
+):
+    """A request holds no more blocks than the start-up sizing reserves for it."""
+    request = driver.request(geometry, num_gpu_blocks)
+
+    step = last_of(request, steps)
+
+    assert step.raised is None
+    assert step.held <= step.reserved_at_startup
+
+
+@pytest.mark.theorem("eventually-admitted")
+@pytest.mark.parametrize(COLUMNS, ROWS)
+def test_request_that_has_what_is_reserved_to_itself_is_let_pass(
+    driver, geometry, num_gpu_blocks, steps, expect
+):
+    """A request that has to itself what the start-up sizing reserves is let pass: what it holds
+    and what it is told that it needs are together no more.
+    """
+    request = driver.request(geometry, num_gpu_blocks)
+
+    step = last_of(request, steps)
+
+    assert step.raised is None
+    assert step.held_before + step.estimate <= step.reserved_at_startup

@@ -2,13 +2,16 @@
 # Family first: A waiting request is admitted with no prefix-cache hit and no external tokens.
 # Manager mamba-align: The align-mode manager of one Mamba group, by itself.
 # Scenarios: scenarios/first.json. Solver: z3 5.4.1.
-# vllm==0.30.0, first: 14 PROVED; NOT_APPLICABLE removal-keeps-state
-# vllm==0.30.0, first+checkpoint: 13 PROVED; NOT_APPLICABLE removal-keeps-state; REFUTED gate-covers-first-step
-# vllm==0.31.0, first: 14 PROVED; NOT_APPLICABLE removal-keeps-state
-# vllm==0.31.0, first+checkpoint: 13 PROVED; NOT_APPLICABLE removal-keeps-state; REFUTED gate-covers-first-step
-# vllm==0.33.0, first: 14 PROVED; NOT_APPLICABLE removal-keeps-state
-# vllm==0.33.0, first+checkpoint: 13 PROVED; NOT_APPLICABLE removal-keeps-state; REFUTED gate-covers-first-step
+# vllm==0.30.0, first: 18 PROVED; NOT_APPLICABLE removal-keeps-state, live-state-kept, removal-frees-skipped, gate-covers-lifetime
+# vllm==0.30.0, first+checkpoint: 17 PROVED; NOT_APPLICABLE removal-keeps-state, live-state-kept, removal-frees-skipped, gate-covers-lifetime; REFUTED gate-covers-first-step
+# vllm==0.31.0, first: 18 PROVED; NOT_APPLICABLE removal-keeps-state, live-state-kept, removal-frees-skipped, gate-covers-lifetime
+# vllm==0.31.0, first+checkpoint: 17 PROVED; NOT_APPLICABLE removal-keeps-state, live-state-kept, removal-frees-skipped, gate-covers-lifetime; REFUTED gate-covers-first-step
+# vllm==0.33.0, first: 18 PROVED; NOT_APPLICABLE removal-keeps-state, live-state-kept, removal-frees-skipped, gate-covers-lifetime
+# vllm==0.33.0, first+checkpoint: 17 PROVED; NOT_APPLICABLE removal-keeps-state, live-state-kept, removal-frees-skipped, gate-covers-lifetime; REFUTED gate-covers-first-step
 # No test of removal-keeps-state: a request without a table has no blocks to remove.
+# No test of live-state-kept: a request that starts without computed tokens reads no state.
+# No test of removal-frees-skipped: a request without a table has no blocks to remove.
+# No test of gate-covers-lifetime: it is about the prefill steps behind an admission without a hit.
 import pytest
 
 from conformance.scenario import Expect
@@ -258,6 +261,66 @@ def test_column_of_the_state_that_the_step_started_from_is_the_next_to_free(
 
     assert step.raised is None
     assert step.column_to_retire == expect.column_to_retire
+
+
+@pytest.mark.theorem("only-states-are-held")
+@pytest.mark.parametrize(COLUMNS, ROWS)
+def test_blocks_stand_only_in_columns_of_states(driver, geometry, num_gpu_blocks, steps, expect):
+    """After a step blocks stand only in the columns of states: the one that it started from, its
+    checkpoint, the running state and the drafts behind it.
+    """
+    request = driver.request(geometry, num_gpu_blocks)
+
+    step = last_of(request, steps)
+
+    assert step.raised is None
+    assert step.only_states_are_held
+
+
+@pytest.mark.theorem("conservation")
+@pytest.mark.parametrize(COLUMNS, ROWS)
+def test_every_block_drawn_is_held_and_none_is_given_back(
+    driver, geometry, num_gpu_blocks, steps, expect
+):
+    """Every block that a step draws stands in the request's table or waits to be copied to, and
+    none of those that it found is given back.
+    """
+    request = driver.request(geometry, num_gpu_blocks)
+
+    step = last_of(request, steps)
+
+    assert step.raised is None
+    assert step.drawn_are_held
+
+
+@pytest.mark.theorem("peak-within-sizing")
+@pytest.mark.parametrize(COLUMNS, ROWS)
+def test_request_holds_no_more_than_the_startup_sizing_reserves(
+    driver, geometry, num_gpu_blocks, steps, expect
+):
+    """A request holds no more blocks than the start-up sizing reserves for it."""
+    request = driver.request(geometry, num_gpu_blocks)
+
+    step = last_of(request, steps)
+
+    assert step.raised is None
+    assert step.held <= step.reserved_at_startup
+
+
+@pytest.mark.theorem("eventually-admitted")
+@pytest.mark.parametrize(COLUMNS, ROWS)
+def test_request_that_has_what_is_reserved_to_itself_is_let_pass(
+    driver, geometry, num_gpu_blocks, steps, expect
+):
+    """A request that has to itself what the start-up sizing reserves is let pass: what it holds
+    and what it is told that it needs are together no more.
+    """
+    request = driver.request(geometry, num_gpu_blocks)
+
+    step = last_of(request, steps)
+
+    assert step.raised is None
+    assert step.held_before + step.estimate <= step.reserved_at_startup
 
 
 @pytest.mark.theorem("gate-covers-first-step")

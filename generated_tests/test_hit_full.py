@@ -2,14 +2,16 @@
 # Family hit-full: A waiting request is admitted with a local hit that ends on a block boundary.
 # Manager mamba-align: The align-mode manager of one Mamba group, by itself.
 # Scenarios: scenarios/hit-full.json. Solver: z3 5.4.1.
-# vllm==0.30.0, hit-full: 13 PROVED; NOT_APPLICABLE new-columns-returned, removal-keeps-state
-# vllm==0.30.0, hit-full+checkpoint: 12 PROVED; NOT_APPLICABLE new-columns-returned, removal-keeps-state; REFUTED gate-covers-first-step
-# vllm==0.31.0, hit-full: 13 PROVED; NOT_APPLICABLE new-columns-returned, removal-keeps-state
-# vllm==0.31.0, hit-full+checkpoint: 12 PROVED; NOT_APPLICABLE new-columns-returned, removal-keeps-state; REFUTED gate-covers-first-step
-# vllm==0.33.0, hit-full: 13 PROVED; NOT_APPLICABLE new-columns-returned, removal-keeps-state
-# vllm==0.33.0, hit-full+checkpoint: 12 PROVED; NOT_APPLICABLE new-columns-returned, removal-keeps-state; REFUTED gate-covers-first-step
+# vllm==0.30.0, hit-full: 18 PROVED; NOT_APPLICABLE new-columns-returned, removal-keeps-state, removal-frees-skipped, gate-covers-lifetime
+# vllm==0.30.0, hit-full+checkpoint: 17 PROVED; NOT_APPLICABLE new-columns-returned, removal-keeps-state, removal-frees-skipped, gate-covers-lifetime; REFUTED gate-covers-first-step
+# vllm==0.31.0, hit-full: 18 PROVED; NOT_APPLICABLE new-columns-returned, removal-keeps-state, removal-frees-skipped, gate-covers-lifetime
+# vllm==0.31.0, hit-full+checkpoint: 17 PROVED; NOT_APPLICABLE new-columns-returned, removal-keeps-state, removal-frees-skipped, gate-covers-lifetime; REFUTED gate-covers-first-step
+# vllm==0.33.0, hit-full: 18 PROVED; NOT_APPLICABLE new-columns-returned, removal-keeps-state, removal-frees-skipped, gate-covers-lifetime
+# vllm==0.33.0, hit-full+checkpoint: 17 PROVED; NOT_APPLICABLE new-columns-returned, removal-keeps-state, removal-frees-skipped, gate-covers-lifetime; REFUTED gate-covers-first-step
 # No test of new-columns-returned: the worker is handed the whole table of a request that was waiting: v1/core/sched/scheduler.py, Scheduler.schedule: req_to_new_blocks.
 # No test of removal-keeps-state: a request without a table has no blocks to remove.
+# No test of removal-frees-skipped: a request without a table has no blocks to remove.
+# No test of gate-covers-lifetime: it is about the prefill steps behind an admission without a hit.
 import pytest
 
 from conformance.scenario import Expect
@@ -288,6 +290,82 @@ def test_column_of_the_state_that_the_step_started_from_is_the_next_to_free(
 
     assert step.raised is None
     assert step.column_to_retire == expect.column_to_retire
+
+
+@pytest.mark.theorem("live-state-kept")
+@pytest.mark.parametrize(COLUMNS, ROWS)
+def test_state_that_the_step_starts_from_stays_where_it_is_read(
+    driver, geometry, num_gpu_blocks, steps, expect
+):
+    """What a step's computation starts from stays where the worker looks for it: the block in
+    its column, the copy of a hit that the step writes into, and the draft blocks.
+    """
+    request = driver.request(geometry, num_gpu_blocks)
+
+    step = last_of(request, steps)
+
+    assert step.raised is None
+    assert step.state_is_in_place
+
+
+@pytest.mark.theorem("only-states-are-held")
+@pytest.mark.parametrize(COLUMNS, ROWS)
+def test_blocks_stand_only_in_columns_of_states(driver, geometry, num_gpu_blocks, steps, expect):
+    """After a step blocks stand only in the columns of states: the one that it started from, its
+    checkpoint, the running state and the drafts behind it.
+    """
+    request = driver.request(geometry, num_gpu_blocks)
+
+    step = last_of(request, steps)
+
+    assert step.raised is None
+    assert step.only_states_are_held
+
+
+@pytest.mark.theorem("conservation")
+@pytest.mark.parametrize(COLUMNS, ROWS)
+def test_every_block_drawn_is_held_and_none_is_given_back(
+    driver, geometry, num_gpu_blocks, steps, expect
+):
+    """Every block that a step draws stands in the request's table or waits to be copied to, and
+    none of those that it found is given back.
+    """
+    request = driver.request(geometry, num_gpu_blocks)
+
+    step = last_of(request, steps)
+
+    assert step.raised is None
+    assert step.drawn_are_held
+
+
+@pytest.mark.theorem("peak-within-sizing")
+@pytest.mark.parametrize(COLUMNS, ROWS)
+def test_request_holds_no_more_than_the_startup_sizing_reserves(
+    driver, geometry, num_gpu_blocks, steps, expect
+):
+    """A request holds no more blocks than the start-up sizing reserves for it."""
+    request = driver.request(geometry, num_gpu_blocks)
+
+    step = last_of(request, steps)
+
+    assert step.raised is None
+    assert step.held <= step.reserved_at_startup
+
+
+@pytest.mark.theorem("eventually-admitted")
+@pytest.mark.parametrize(COLUMNS, ROWS)
+def test_request_that_has_what_is_reserved_to_itself_is_let_pass(
+    driver, geometry, num_gpu_blocks, steps, expect
+):
+    """A request that has to itself what the start-up sizing reserves is let pass: what it holds
+    and what it is told that it needs are together no more.
+    """
+    request = driver.request(geometry, num_gpu_blocks)
+
+    step = last_of(request, steps)
+
+    assert step.raised is None
+    assert step.held_before + step.estimate <= step.reserved_at_startup
 
 
 @pytest.mark.theorem("gate-covers-first-step")

@@ -2,17 +2,17 @@
 # Family running: A running request computes a prefill chunk and keeps no internal checkpoint.
 # Manager mamba-align: The align-mode manager of one Mamba group, by itself.
 # Scenarios: scenarios/running.json. Solver: z3 5.4.1.
-# vllm==0.30.0, running: 14 PROVED; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.30.0, running+overwide: 10 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.31.0, running: 14 PROVED; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.31.0, running+overwide: 10 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.33.0, running: 14 PROVED; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.33.0, running+overwide: 10 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended; NOT_APPLICABLE gate-covers-first-step
+# vllm==0.30.0, running: 20 PROVED; NOT_APPLICABLE gate-covers-first-step; REFUTED gate-covers-lifetime
+# vllm==0.30.0, running+overwide: 14 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended; NOT_APPLICABLE peak-within-sizing, eventually-admitted, gate-covers-first-step, gate-covers-lifetime
+# vllm==0.31.0, running: 20 PROVED; NOT_APPLICABLE gate-covers-first-step; REFUTED gate-covers-lifetime
+# vllm==0.31.0, running+overwide: 14 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended; NOT_APPLICABLE peak-within-sizing, eventually-admitted, gate-covers-first-step, gate-covers-lifetime
+# vllm==0.33.0, running: 20 PROVED; NOT_APPLICABLE gate-covers-first-step; REFUTED gate-covers-lifetime
+# vllm==0.33.0, running+overwide: 14 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended; NOT_APPLICABLE peak-within-sizing, eventually-admitted, gate-covers-first-step, gate-covers-lifetime
 # No test of gate-covers-first-step: v1/core/sched/scheduler.py, Scheduler.schedule asks the gate about waiting requests only.
 import pytest
 
 from conformance.scenario import Expect
-from conformance.steps import chunk, greatest_demand, last_of
+from conformance.steps import admitted_by_gate, chunk, greatest_demand, last_of
 from spec.vocabulary import Geometry
 
 # A row: a pool of `num_gpu_blocks`, null block included; the steps of a request in the words of
@@ -25,11 +25,17 @@ from spec.vocabulary import Geometry
 COLUMNS = ["geometry", "num_gpu_blocks", "steps", "expect"]
 # fmt: off
 ROWS = [
+    pytest.param(Geometry(1, 1, 0, 0, 1, False), 17, [chunk(0, 1, gate=2), chunk(1, 2)], Expect(1, 2, None, 0), id="b1-h1-s0-k0-a1-tokens-1-2-gate-2", marks=[
+        pytest.mark.refuted(theorem="gate-covers-lifetime", targets={"vllm==0.30.0": "more is held than the gate asked for", "vllm==0.31.0": "more is held than the gate asked for", "vllm==0.33.0": "more is held than the gate asked for"}, raises=AssertionError),
+    ]),
     pytest.param(Geometry(1, 1, 0, 0, 1, False), 17, [chunk(0, 3), chunk(1, 2)], Expect(0, 3, None, -1), id="b1-h1-s0-k0-a1-tokens-3-2-back-to-1", marks=[
         pytest.mark.refuted(theorem="no-undercount", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 0", "vllm==0.31.0": "estimates -1, draws 0, needs 0", "vllm==0.33.0": "estimates -1, draws 0, needs 0"}, raises=AssertionError),
         pytest.mark.refuted(theorem="exact-estimate", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 0", "vllm==0.31.0": "estimates -1, draws 0, needs 0", "vllm==0.33.0": "estimates -1, draws 0, needs 0"}, raises=AssertionError),
         pytest.mark.refuted(theorem="estimate-nonnegative", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 0", "vllm==0.31.0": "estimates -1, draws 0, needs 0", "vllm==0.33.0": "estimates -1, draws 0, needs 0"}, raises=AssertionError),
         pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 0", "vllm==0.31.0": "estimates -1, draws 0, needs 0", "vllm==0.33.0": "estimates -1, draws 0, needs 0"}, raises=AssertionError),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
     ]),
     pytest.param(Geometry(16, 4, 0, 0, 4, False), 16, [chunk(0, 1), chunk(1, 2)], Expect(0, 1, None, -1), id="b16-h4-s0-k0-a4-tokens-1-2"),
     pytest.param(Geometry(16, 4, 0, 0, 4, False), 16, [chunk(0, 1), chunk(1, 3)], Expect(0, 1, None, -1), id="b16-h4-s0-k0-a4-tokens-1-3"),
@@ -56,9 +62,20 @@ ROWS = [
         pytest.mark.refuted(theorem="exact-estimate", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 0", "vllm==0.31.0": "estimates -1, draws 0, needs 0", "vllm==0.33.0": "estimates -1, draws 0, needs 0"}, raises=AssertionError),
         pytest.mark.refuted(theorem="estimate-nonnegative", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 0", "vllm==0.31.0": "estimates -1, draws 0, needs 0", "vllm==0.33.0": "estimates -1, draws 0, needs 0"}, raises=AssertionError),
         pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 0", "vllm==0.31.0": "estimates -1, draws 0, needs 0", "vllm==0.33.0": "estimates -1, draws 0, needs 0"}, raises=AssertionError),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
     ]),
-    pytest.param(Geometry(16, 4, 0, 0, 4, False), 17, [chunk(0, 17), chunk(1, 33)], Expect(1, 3, None, 1), id="b16-h4-s0-k0-a4-tokens-17-33-back-to-1"),
-    pytest.param(Geometry(16, 4, 0, 0, 4, False), 17, [chunk(0, 17), chunk(1, 49)], Expect(1, 4, None, 1), id="b16-h4-s0-k0-a4-tokens-17-49-back-to-1"),
+    pytest.param(Geometry(16, 4, 0, 0, 4, False), 17, [chunk(0, 17), chunk(1, 33)], Expect(1, 3, None, 1), id="b16-h4-s0-k0-a4-tokens-17-33-back-to-1", marks=[
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+    ]),
+    pytest.param(Geometry(16, 4, 0, 0, 4, False), 17, [chunk(0, 17), chunk(1, 49)], Expect(1, 4, None, 1), id="b16-h4-s0-k0-a4-tokens-17-49-back-to-1", marks=[
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+    ]),
     pytest.param(Geometry(16, 4, 0, 1, 4, False), 17, [chunk(0, 4, prefill_end=34), chunk(4, 33, prefill_end=34)], Expect(1, 3, None, 0), id="b16-h4-s0-k1-a4-tokens-4-33-sparse-34", marks=[
         pytest.mark.not_applicable(targets={"vllm==0.30.0": "this release is not told where the prefill ends"}),
     ]),
@@ -82,9 +99,21 @@ ROWS = [
     pytest.param(Geometry(16, 4, 1, 0, 4, False), 19, [chunk(0, 1), chunk(1, 64)], Expect(1, 5, None, 0), id="b16-h4-s1-k0-a4-tokens-1-64"),
     pytest.param(Geometry(16, 4, 1, 0, 4, False), 19, [chunk(0, 1), chunk(1, 65)], Expect(1, 6, None, 0), id="b16-h4-s1-k0-a4-tokens-1-65"),
     pytest.param(Geometry(16, 4, 1, 0, 4, False), 19, [chunk(0, 1), chunk(1, 1_048_576)], Expect(1, 65_537, None, 0), id="b16-h4-s1-k0-a4-tokens-1-1048576"),
-    pytest.param(Geometry(16, 4, 1, 0, 4, False), 19, [chunk(0, 17), chunk(1, 33)], Expect(1, 4, None, 1), id="b16-h4-s1-k0-a4-tokens-17-33-back-to-1"),
-    pytest.param(Geometry(16, 4, 1, 0, 4, False), 19, [chunk(0, 17), chunk(1, 49)], Expect(1, 5, None, 1), id="b16-h4-s1-k0-a4-tokens-17-49-back-to-1"),
-    pytest.param(Geometry(16, 4, 1, 0, 4, False), 19, [chunk(0, 17), chunk(1, 65)], Expect(1, 6, None, 1), id="b16-h4-s1-k0-a4-tokens-17-65-back-to-1"),
+    pytest.param(Geometry(16, 4, 1, 0, 4, False), 19, [chunk(0, 17), chunk(1, 33)], Expect(1, 4, None, 1), id="b16-h4-s1-k0-a4-tokens-17-33-back-to-1", marks=[
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+    ]),
+    pytest.param(Geometry(16, 4, 1, 0, 4, False), 19, [chunk(0, 17), chunk(1, 49)], Expect(1, 5, None, 1), id="b16-h4-s1-k0-a4-tokens-17-49-back-to-1", marks=[
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+    ]),
+    pytest.param(Geometry(16, 4, 1, 0, 4, False), 19, [chunk(0, 17), chunk(1, 65)], Expect(1, 6, None, 1), id="b16-h4-s1-k0-a4-tokens-17-65-back-to-1", marks=[
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+    ]),
     pytest.param(Geometry(16, 4, 1, 1, 4, False), 19, [chunk(0, 4, prefill_end=34), chunk(4, 33, prefill_end=34)], Expect(1, 4, None, 0), id="b16-h4-s1-k1-a4-tokens-4-33-sparse-34", marks=[
         pytest.mark.not_applicable(targets={"vllm==0.30.0": "this release is not told where the prefill ends"}),
     ]),
@@ -111,9 +140,21 @@ ROWS = [
     pytest.param(Geometry(16, 4, 2, 0, 4, False), 21, [chunk(0, 1), chunk(1, 80)], Expect(1, 7, None, 0), id="b16-h4-s2-k0-a4-tokens-1-80"),
     pytest.param(Geometry(16, 4, 2, 0, 4, False), 21, [chunk(0, 1), chunk(1, 81)], Expect(1, 8, None, 0), id="b16-h4-s2-k0-a4-tokens-1-81"),
     pytest.param(Geometry(16, 4, 2, 0, 4, False), 21, [chunk(0, 1), chunk(1, 1_048_576)], Expect(1, 65_538, None, 0), id="b16-h4-s2-k0-a4-tokens-1-1048576"),
-    pytest.param(Geometry(16, 4, 2, 0, 4, False), 21, [chunk(0, 17), chunk(1, 49)], Expect(1, 6, None, 1), id="b16-h4-s2-k0-a4-tokens-17-49-back-to-1"),
-    pytest.param(Geometry(16, 4, 2, 0, 4, False), 21, [chunk(0, 17), chunk(1, 65)], Expect(1, 7, None, 1), id="b16-h4-s2-k0-a4-tokens-17-65-back-to-1"),
-    pytest.param(Geometry(16, 4, 2, 0, 4, False), 21, [chunk(0, 17), chunk(1, 81)], Expect(1, 8, None, 1), id="b16-h4-s2-k0-a4-tokens-17-81-back-to-1"),
+    pytest.param(Geometry(16, 4, 2, 0, 4, False), 21, [chunk(0, 17), chunk(1, 49)], Expect(1, 6, None, 1), id="b16-h4-s2-k0-a4-tokens-17-49-back-to-1", marks=[
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+    ]),
+    pytest.param(Geometry(16, 4, 2, 0, 4, False), 21, [chunk(0, 17), chunk(1, 65)], Expect(1, 7, None, 1), id="b16-h4-s2-k0-a4-tokens-17-65-back-to-1", marks=[
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+    ]),
+    pytest.param(Geometry(16, 4, 2, 0, 4, False), 21, [chunk(0, 17), chunk(1, 81)], Expect(1, 8, None, 1), id="b16-h4-s2-k0-a4-tokens-17-81-back-to-1", marks=[
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+    ]),
     pytest.param(Geometry(16, 4, 2, 1, 4, False), 21, [chunk(0, 4, prefill_end=50), chunk(4, 49, prefill_end=50)], Expect(1, 6, None, 0), id="b16-h4-s2-k1-a4-tokens-4-49-sparse-50", marks=[
         pytest.mark.not_applicable(targets={"vllm==0.30.0": "this release is not told where the prefill ends"}),
     ]),
@@ -270,14 +311,46 @@ ROWS = [
     pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [chunk(0, 1), chunk(1, 176)], Expect(1, 19, None, 0), id="b16-h4-s8-k0-a4-tokens-1-176"),
     pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [chunk(0, 1), chunk(1, 177)], Expect(1, 20, None, 0), id="b16-h4-s8-k0-a4-tokens-1-177"),
     pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [chunk(0, 1), chunk(1, 1_048_576)], Expect(1, 65_544, None, 0), id="b16-h4-s8-k0-a4-tokens-1-1048576"),
-    pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [chunk(0, 17), chunk(1, 65)], Expect(1, 13, None, 1), id="b16-h4-s8-k0-a4-tokens-17-65-back-to-1"),
-    pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [chunk(0, 17), chunk(1, 81)], Expect(1, 14, None, 1), id="b16-h4-s8-k0-a4-tokens-17-81-back-to-1"),
-    pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [chunk(0, 17), chunk(1, 97)], Expect(1, 15, None, 1), id="b16-h4-s8-k0-a4-tokens-17-97-back-to-1"),
-    pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [chunk(0, 17), chunk(1, 113)], Expect(1, 16, None, 1), id="b16-h4-s8-k0-a4-tokens-17-113-back-to-1"),
-    pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [chunk(0, 17), chunk(1, 129)], Expect(1, 17, None, 1), id="b16-h4-s8-k0-a4-tokens-17-129-back-to-1"),
-    pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [chunk(0, 17), chunk(1, 145)], Expect(1, 18, None, 1), id="b16-h4-s8-k0-a4-tokens-17-145-back-to-1"),
-    pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [chunk(0, 17), chunk(1, 161)], Expect(1, 19, None, 1), id="b16-h4-s8-k0-a4-tokens-17-161-back-to-1"),
-    pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [chunk(0, 17), chunk(1, 177)], Expect(1, 20, None, 1), id="b16-h4-s8-k0-a4-tokens-17-177-back-to-1"),
+    pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [chunk(0, 17), chunk(1, 65)], Expect(1, 13, None, 1), id="b16-h4-s8-k0-a4-tokens-17-65-back-to-1", marks=[
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+    ]),
+    pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [chunk(0, 17), chunk(1, 81)], Expect(1, 14, None, 1), id="b16-h4-s8-k0-a4-tokens-17-81-back-to-1", marks=[
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+    ]),
+    pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [chunk(0, 17), chunk(1, 97)], Expect(1, 15, None, 1), id="b16-h4-s8-k0-a4-tokens-17-97-back-to-1", marks=[
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+    ]),
+    pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [chunk(0, 17), chunk(1, 113)], Expect(1, 16, None, 1), id="b16-h4-s8-k0-a4-tokens-17-113-back-to-1", marks=[
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+    ]),
+    pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [chunk(0, 17), chunk(1, 129)], Expect(1, 17, None, 1), id="b16-h4-s8-k0-a4-tokens-17-129-back-to-1", marks=[
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+    ]),
+    pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [chunk(0, 17), chunk(1, 145)], Expect(1, 18, None, 1), id="b16-h4-s8-k0-a4-tokens-17-145-back-to-1", marks=[
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+    ]),
+    pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [chunk(0, 17), chunk(1, 161)], Expect(1, 19, None, 1), id="b16-h4-s8-k0-a4-tokens-17-161-back-to-1", marks=[
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+    ]),
+    pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [chunk(0, 17), chunk(1, 177)], Expect(1, 20, None, 1), id="b16-h4-s8-k0-a4-tokens-17-177-back-to-1", marks=[
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+    ]),
     pytest.param(Geometry(16, 4, 8, 1, 4, False), 33, [chunk(0, 4, prefill_end=146), chunk(4, 145, prefill_end=146)], Expect(1, 18, None, 0), id="b16-h4-s8-k1-a4-tokens-4-145-sparse-146", marks=[
         pytest.mark.not_applicable(targets={"vllm==0.30.0": "this release is not told where the prefill ends"}),
     ]),
@@ -287,11 +360,17 @@ ROWS = [
     pytest.param(Geometry(64, 8, 0, 1, 16, True), 17, [chunk(0, 16), chunk(16, 100)], Expect(1, 2, None, 0), id="b64-h8-s0-k1-a16-eagle-tokens-16-100", marks=[
         pytest.mark.not_applicable(targets={"vllm==0.33.0": "this release places checkpoints by another rule"}),
     ]),
+    pytest.param(Geometry(896, 128, 0, 0, 64, False), 17, [chunk(0, 1, gate=1_048_576), chunk(1, 1_048_576)], Expect(1, 1_171, None, 0), id="b896-h128-s0-k0-a64-tokens-1-1048576-of-1048575-gate-1048576", marks=[
+        pytest.mark.refuted(theorem="gate-covers-lifetime", targets={"vllm==0.30.0": "more is held than the gate asked for", "vllm==0.31.0": "more is held than the gate asked for", "vllm==0.33.0": "more is held than the gate asked for"}, raises=AssertionError),
+    ]),
     pytest.param(Geometry(896, 128, 0, 0, 64, False), 17, [chunk(0, 1_049_217), chunk(1_048_321, 1_048_576)], Expect(0, 1_172, None, -1), id="b896-h128-s0-k0-a64-tokens-1049217-1048576-back-to-1048321", marks=[
         pytest.mark.refuted(theorem="no-undercount", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 0", "vllm==0.31.0": "estimates -1, draws 0, needs 0", "vllm==0.33.0": "estimates -1, draws 0, needs 0"}, raises=AssertionError),
         pytest.mark.refuted(theorem="exact-estimate", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 0", "vllm==0.31.0": "estimates -1, draws 0, needs 0", "vllm==0.33.0": "estimates -1, draws 0, needs 0"}, raises=AssertionError),
         pytest.mark.refuted(theorem="estimate-nonnegative", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 0", "vllm==0.31.0": "estimates -1, draws 0, needs 0", "vllm==0.33.0": "estimates -1, draws 0, needs 0"}, raises=AssertionError),
         pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 0", "vllm==0.31.0": "estimates -1, draws 0, needs 0", "vllm==0.33.0": "estimates -1, draws 0, needs 0"}, raises=AssertionError),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
     ]),
 ]
 # fmt: on
@@ -490,3 +569,109 @@ def test_removal_of_skipped_blocks_leaves_the_running_state_in_place(
 
     assert step.raised is None
     assert step.removal_kept_state
+
+
+@pytest.mark.theorem("live-state-kept")
+@pytest.mark.parametrize(COLUMNS, ROWS)
+def test_state_that_the_step_starts_from_stays_where_it_is_read(
+    driver, geometry, num_gpu_blocks, steps, expect
+):
+    """What a step's computation starts from stays where the worker looks for it: the block in
+    its column, the copy of a hit that the step writes into, and the draft blocks.
+    """
+    request = driver.request(geometry, num_gpu_blocks)
+
+    step = last_of(request, steps)
+
+    assert step.raised is None
+    assert step.state_is_in_place
+
+
+@pytest.mark.theorem("only-states-are-held")
+@pytest.mark.parametrize(COLUMNS, ROWS)
+def test_blocks_stand_only_in_columns_of_states(driver, geometry, num_gpu_blocks, steps, expect):
+    """After a step blocks stand only in the columns of states: the one that it started from, its
+    checkpoint, the running state and the drafts behind it.
+    """
+    request = driver.request(geometry, num_gpu_blocks)
+
+    step = last_of(request, steps)
+
+    assert step.raised is None
+    assert step.only_states_are_held
+
+
+@pytest.mark.theorem("removal-frees-skipped")
+@pytest.mark.parametrize(COLUMNS, ROWS)
+def test_removal_of_skipped_blocks_leaves_none_before_the_running_state(
+    driver, geometry, num_gpu_blocks, steps, expect
+):
+    """Where nothing is in flight, removing skipped blocks leaves none before the running state."""
+    request = driver.request(geometry, num_gpu_blocks)
+
+    step = last_of(request, steps)
+
+    assert step.raised is None
+    assert step.removal_freed_skipped
+
+
+@pytest.mark.theorem("conservation")
+@pytest.mark.parametrize(COLUMNS, ROWS)
+def test_every_block_drawn_is_held_and_none_is_given_back(
+    driver, geometry, num_gpu_blocks, steps, expect
+):
+    """Every block that a step draws stands in the request's table or waits to be copied to, and
+    none of those that it found is given back.
+    """
+    request = driver.request(geometry, num_gpu_blocks)
+
+    step = last_of(request, steps)
+
+    assert step.raised is None
+    assert step.drawn_are_held
+
+
+@pytest.mark.theorem("peak-within-sizing")
+@pytest.mark.parametrize(COLUMNS, ROWS)
+def test_request_holds_no_more_than_the_startup_sizing_reserves(
+    driver, geometry, num_gpu_blocks, steps, expect
+):
+    """A request holds no more blocks than the start-up sizing reserves for it."""
+    request = driver.request(geometry, num_gpu_blocks)
+
+    step = last_of(request, steps)
+
+    assert step.raised is None
+    assert step.held <= step.reserved_at_startup
+
+
+@pytest.mark.theorem("gate-covers-lifetime")
+@pytest.mark.parametrize(COLUMNS, admitted_by_gate(ROWS))
+def test_gate_asks_for_at_least_what_a_later_prefill_step_holds(
+    driver, geometry, num_gpu_blocks, steps, expect
+):
+    """What the full-sequence gate asked for covers what the request holds until its prefill
+    ends.
+    """
+    request = driver.request(geometry, num_gpu_blocks)
+
+    step = last_of(request, steps)
+
+    assert step.raised is None
+    assert step.held <= step.gate
+
+
+@pytest.mark.theorem("eventually-admitted")
+@pytest.mark.parametrize(COLUMNS, ROWS)
+def test_request_that_has_what_is_reserved_to_itself_is_let_pass(
+    driver, geometry, num_gpu_blocks, steps, expect
+):
+    """A request that has to itself what the start-up sizing reserves is let pass: what it holds
+    and what it is told that it needs are together no more.
+    """
+    request = driver.request(geometry, num_gpu_blocks)
+
+    step = last_of(request, steps)
+
+    assert step.raised is None
+    assert step.held_before + step.estimate <= step.reserved_at_startup

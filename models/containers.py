@@ -143,7 +143,7 @@ class Sweep:
     current: Sweep | None = None
 
     def __init__(self, name: str, low: IntLike, high: IntLike) -> None:
-        self._name, self._low, self._high = name, low, high
+        self.name, self._low, self._high = name, low, high
         self.column: IntLike = term.int_var(name)
 
     def holds(self, column: IntLike) -> BoolLike:
@@ -151,8 +151,9 @@ class Sweep:
         return term.conjunction((column >= self._low, column <= self._high))
 
     def stores_into(self, column: IntLike) -> BoolLike:
-        """Whether a column is one that is stored into."""
-        is_one = term.cell(f"{self._name}_into", column) == 1
+        """Whether a column is one that is stored into: the loop's own, where its body does."""
+        is_another = term.cell(f"{self.name}_into", column) == 1
+        is_one = term.disjunction((column == self.column, is_another))
         return term.conjunction((self.holds(column), is_one))
 
     @contextmanager
@@ -333,9 +334,10 @@ def _either(
 
 
 class Pool(_Modelled):
-    """A block pool large enough for anything; it counts what is asked of it.
+    """A block pool large enough for anything; it counts what is asked of it, in blocks.
 
-    Blocks are unlimited here: what a short pool does is the theorem `allocation-succeeds`.
+    `drawn` counts blocks handed out, `touched` those of a hit that nobody referenced, `adopted` all
+    of a hit. Blocks are unlimited: what a short pool does is the theorem `allocation-succeeds`.
     """
 
     enable_caching = True
@@ -349,6 +351,7 @@ class Pool(_Modelled):
         self.num_gpu_blocks = term.int_var("num_gpu_blocks", 1)
         self.drawn: IntLike = 0
         self.touched: IntLike = 0
+        self.adopted: IntLike = 0
         self.has_taken_back = False
 
     def get_new_blocks(self, num_blocks: IntLike) -> Table:
@@ -369,6 +372,7 @@ class Pool(_Modelled):
                 continue
             was_free = term.conjunction((block.ref_cnt == 0, term.negation(block.is_null)))
             self.touched = self.touched + term.choose(was_free, length, 0)
+            self.adopted = self.adopted + term.choose(block.is_null, 0, length)
             block.ref_cnt = block.ref_cnt + length
 
     def free_blocks(self, blocks: Any) -> None:

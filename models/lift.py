@@ -269,7 +269,7 @@ def explore(
             missing.
         CoreError: A symbol that the step needs is missing in the tree.
     """
-    traits, asks_gate = traits_of(core), asks is Asks.GATE
+    traits, asks_gate = traits_of(core), asks in (Asks.GATE, Asks.LIFETIME)
     situation = symbolic_situation(
         family,
         tags,
@@ -278,12 +278,12 @@ def explore(
         asks_gate=asks_gate,
         checkpoint_blocks=checkpoint_blocks,
     )
-    if _has_own_table(situation) and _forgets_parked(core, traits):
+    if asks is not Asks.LIFETIME and _has_own_table(situation) and _forgets_parked(core, traits):
         situation = replace(situation, was_parked=term.bool_var("was_parked"))
     extra = (*traits.assumptions(), *(OF_THE_GATE if asks_gate else ()))
     assumptions = _assumptions(situation, family, tags, extra)
-    run = StepRun.removal if asks is Asks.REMOVAL else StepRun.step
-    make = partial(StepRun, core, traits, situation, asks_gate=asks_gate)
+    run = {Asks.REMOVAL: StepRun.removal, Asks.LIFETIME: StepRun.later_step}.get(asks, StepRun.step)
+    make = partial(StepRun, core, traits, situation, asks_gate=asks is Asks.GATE)
     found = all_paths(core, partial(run_along, core, make, run), situation, assumptions, family)
     return Exploration(
         situation,

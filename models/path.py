@@ -15,7 +15,7 @@ from typing import Any
 
 from models import term
 from models.evaluate import Evaluator
-from models.term import Bool, BoolLike, Coefficients, Int, Unsupported
+from models.term import Bool, BoolLike, Coefficients, Int, IntLike, Unsupported
 
 #: Names of lifted modules start so; `models.loader` gives them.
 LIFTED = "_capproof_tree"
@@ -40,6 +40,10 @@ class Path:
 
     def __init__(self, sample: Mapping[str, Any], assumptions: tuple[BoolLike, ...]) -> None:
         self.literals: list[Bool] = []
+        self.swept: list[IntLike] = []
+        """The column that each loop over the columns of a table ran for."""
+        self.is_impossible = False
+        """Whether what was supposed of a loop was not so: no run on numbers takes this path."""
         self._evaluator = Evaluator(sample)
         self._upper: dict[Coefficients, int] = {}
         self._true: set[tuple[Any, ...]] = set()

@@ -10,12 +10,15 @@ from typing import Any
 from models import intended
 from models.evaluate import Evaluator
 from models.groups import explore_groups, on_a_large_pool
+from models.held import SOME_COLUMN
 from models.lift import Exploration, Found, Variant, explore, lifted_core, summary_of, variants_of
 from models.prove import in_numbers
 from models.traits import Traits, traits_of
 from spec.families import family_of, is_overwide, reserves_checkpoint
 from spec.logic import cdiv, greatest
 from spec.theorems import (
+    ADMISSIONS,
+    LATER_PREFILLS,
     MAMBA_GROUPS_OF,
     OBLIGATIONS,
     THEOREMS,
@@ -127,7 +130,7 @@ class LiftedTree:
             family,
             tags,
             variant,
-            asks=Asks.GATE if situation.num_request_tokens > 0 else Asks.STEP,
+            asks=_asked(situation, family),
             num_mamba_groups=situation.num_mamba_groups,
         )
         values = {
@@ -138,7 +141,28 @@ class LiftedTree:
             "block_table": _Columns(situation, checkpoint_before=checkpoint_before),
         }
         path = summary_of(exploration, values)
-        return None if path is None else in_numbers(path.step, Evaluator(values))
+        if path is None:
+            return None
+        step = in_numbers(path.step, Evaluator(values))
+        columns = _columns_that_may_be_left(situation)
+        left = (Evaluator({**values, SOME_COLUMN: column}) for column in columns)
+        held_well = all(each.truth(path.step.only_states_are_held) for each in left)
+        return replace(step, only_states_are_held=held_well)
+
+
+def _columns_that_may_be_left(situation: Situation) -> range:
+    """Columns that a claim about any column is looked at in: the others were null before."""
+    speculative = situation.geometry.num_speculative_blocks
+    first = max(situation.table_length - 2 - speculative, 0)
+    return range(first, max(situation.table_length, first + 1))
+
+
+def _asked(situation: Situation, family: str) -> Asks:
+    """What is done in a situation: the gate is asked about those that wait, or was before."""
+    if situation.num_request_tokens > 0 and family in ADMISSIONS:
+        return Asks.GATE
+    was_asked = situation.num_request_tokens > 0 and not situation.num_mamba_groups
+    return Asks.LIFETIME if was_asked and family in LATER_PREFILLS else Asks.STEP
 
 
 def _variant_of(situation: Situation) -> Variant:
@@ -232,7 +256,7 @@ def violated(situation: Situation, step: Step, traits: Traits) -> tuple[str, ...
         and (step.raised is None or theorem.survives_exception)
         and (situation.num_request_tokens > 0 or not theorem.asks_gate)
         and not theorem.asks_removal
-        and theorem.why_not(family) is None
+        and theorem.why_not(family, tags) is None
         and traits.why_not(family, tags, slug) is None
         and not theorem.holds(situation, step, least_pool(theorem, step), need)
     )

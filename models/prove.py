@@ -181,7 +181,7 @@ def _of_manager(
 ) -> Iterator[Obligation]:
     applicable = []
     for theorem in theorems:
-        reason = theorem.why_not(family) or tree.traits.why_not(family, tags, theorem.slug)
+        reason = theorem.why_not(family, tags) or tree.traits.why_not(family, tags, theorem.slug)
         if reason is None:
             applicable.append(theorem)
         else:
@@ -316,7 +316,8 @@ class Prover:
         it. Where the solver gives up, it is asked about all steps of small sizes: evidence, which
         is no proof.
         """
-        in_force = self._with_built_in(self.exploration.assumptions)
+        supposed = tuple(assumption.slug for assumption in theorem.premises)
+        in_force = (*self._with_built_in(self.exploration.assumptions), *supposed)
         result = self._found_before(theorem) or self._question.ask(self.violation(theorem))
         reason = result.reason or ""
         if result.answer is smt.Answer.UNKNOWN:
@@ -335,7 +336,7 @@ class Prover:
             return _Part(Verdict.UNKNOWN, in_force, reason=f"witness: {witness.reason}")
         if witness.answer is smt.Answer.UNSAT:
             return _Part(Verdict.VACUOUS, in_force, reason="no step shows the theorem's witness")
-        used = self._with_built_in((*self.exploration.core, *result.core))
+        used = (*self._with_built_in((*self.exploration.core, *result.core)), *supposed)
         return _Part(Verdict.PROVED, used)
 
     def _found_before(self, theorem: Theorem) -> smt.Result | None:
@@ -383,7 +384,7 @@ class Prover:
 
     def _has_witness(self, theorem: Theorem) -> smt.Result:
         interesting = [
-            (path.condition, theorem.witness(self.exploration.situation, path.step))
+            (path.condition, theorem.shows(self.exploration.situation, path.step))
             for path in self.exploration.paths
             if path.step.raised is None
         ]

@@ -191,7 +191,8 @@ class _Rewriter(ast.NodeTransformer):
         sweeps = self._function is not None and _is_sweep(node, self._function)
         self.generic_visit(node)
         if sweeps:
-            node.iter = _helper_call(node.iter, SWEEP, node.iter)
+            breaks = any(isinstance(part, ast.Break) for part in ast.walk(node))
+            node.iter = _helper_call(node.iter, SWEEP, node.iter, ast.Constant(breaks))
         return _announced(node, [node.target])
 
     def visit_With(self, node: ast.With) -> Any:

@@ -280,12 +280,17 @@ class SymbolicRange:
         raise Unsupported(f"a loop of more than {MAX_ROUNDS} rounds over a symbolic range")
 
 
-def _sweep(over: Any) -> Any:
+def _sweep(over: Any, breaks: bool) -> Any:
     """A loop that only stores into its own column, over a range whose length nobody knows.
 
     Its body runs once, for any column of the range; what it stores there is stored in any columns
     of the range (`models.containers.Sweep`). Where it stores nothing there it may elsewhere: that
-    is the run for that column.
+    is the run for that column. Where the body may break, that column may not be reached: the body
+    then runs for the one before it that breaks the loop.
+
+    Args:
+        over: The range.
+        breaks: Whether the body may break.
     """
     if not isinstance(over, SymbolicRange) or isinstance(over.count(), int):
         return over
@@ -293,13 +298,28 @@ def _sweep(over: Any) -> Any:
         raise Unsupported("a range with steps over the columns of a symbolic table")
     low = over.start if over.step == 1 else over.stop + 1
     high = over.stop - 1 if over.step == 1 else over.start
-    return _swept(Sweep(current_path().new_name("swept"), low, high))
+    path = current_path()
+    sweep = Sweep(path.new_name("swept"), low, high)
+    path.swept.append(sweep.column)
+    if not breaks:
+        return _swept(sweep)
+    first = low if over.step == 1 else sweep.column + 1
+    last = sweep.column - 1 if over.step == 1 else high
+    return _swept(sweep, Sweep(path.new_name("broke"), first, last))
 
 
-def _swept(sweep: Sweep) -> Iterator[IntLike]:
-    if sweep.holds(sweep.column):
-        with sweep.under_way():
-            yield sweep.column
+def _swept(sweep: Sweep, before: Sweep | None = None) -> Iterator[IntLike]:
+    if not sweep.holds(sweep.column):
+        return
+    if before is not None:
+        is_broken = term.bool_var(f"{before.name}_before")
+        if term.conjunction((is_broken, before.holds(before.column))):
+            with before.under_way():
+                yield before.column
+            current_path().is_impossible = True  # the body went on: it broke nothing there
+            return
+    with sweep.under_way():
+        yield sweep.column
 
 
 class _RangeType(type):

@@ -23,8 +23,19 @@ from models.containers import (
     modelled_state,
     state_of_earlier_steps,
 )
+from models.held import (
+    SOME_COLUMN,
+    Copy,
+    drawn_are_held,
+    held_before,
+    only_states_are_held,
+    removal_freed_skipped,
+    state_is_in_place,
+)
 from models.loader import MANAGERS, Core, CoreError
 from models.path import Path, following
+from models.runtime import current_path
+from models.sizing import reserved_at_startup
 from models.term import BoolLike, IntLike, Unsupported
 from models.traits import Traits
 from spec.assumptions import SPECULATIVE_BLOCKS
@@ -217,9 +228,11 @@ class StepRun(ManagerRun):
         *,
         asks_gate: bool = False,
     ) -> None:
-        spec = _spec(core, situation.geometry)
+        self._core = core
+        self._found_hit: Block | None = None
+        self._spec = _spec(core, situation.geometry)
         super().__init__(
-            core, traits, situation, kind="MambaManager", spec=spec, asks_gate=asks_gate
+            core, traits, situation, kind="MambaManager", spec=self._spec, asks_gate=asks_gate
         )
         if situation.preempted is True:
             self._admit(parked=False)
@@ -232,7 +245,7 @@ class StepRun(ManagerRun):
         self._let_checkpoint_be_any()
         if situation.owns_partial_tail is True:
             self._own_partial_tail()
-        self.pool.drawn = 0
+        self.pool.drawn, self.pool.has_taken_back = 0, False
 
     def knows_request(self) -> bool:
         """Whether the manager knows that the request was allocated blocks."""
@@ -251,6 +264,9 @@ class StepRun(ManagerRun):
         self.adopt(hits)
         returned, table = self.allocate(), self.table()
         pending, position, column = self._pending_checkpoint()
+        situation, copies = self.situation, self._queued_copies()
+        before = table_before(situation)
+        kept = held_before(situation, before)
         return Step(
             gate=self.gate,
             dry_run=self.dry_run,
@@ -269,7 +285,29 @@ class StepRun(ManagerRun):
             no_block_is_twice=_no_block_is_twice(self.situation, table),
             column_to_retire_before=retired_before,
             column_to_retire=self._column_to_retire(),
+            state_is_in_place=state_is_in_place(situation, before, table, self._found_hit, copies),
+            only_states_are_held=only_states_are_held(situation, before, table),
+            drawn_are_held=drawn_are_held(situation, before, table, self.pool, copies),
+            held_before=kept,
+            held=kept + self.pool.drawn + self.pool.adopted,
+            reserved_at_startup=reserved_at_startup(self._spec),
         )
+
+    def later_step(self) -> Step:
+        """A step of a request about which the gate was asked when it was admitted, without a hit.
+
+        A manager that knows nothing of it is asked then.
+        """
+        whole = self.situation.num_request_tokens
+        unknown = replace(
+            self.situation, call=Call(whole, whole, 0, 0), table_length=0, was_parked=False
+        )
+        unknown = replace(unknown, has_left_over_checkpoint=False, owns_partial_tail=False)
+        end = self.situation.call.prefill_end
+        call = replace(unknown.call, prefill_end=end)
+        admission = StepRun(self._core, self._traits, replace(unknown, call=call))
+        gate = admission._estimate(call, Table.of_runs(), dry=True)
+        return replace(self.step(), gate=gate)
 
     def removal(self) -> Step:
         """`remove_skipped_blocks`, which comes before the estimate of every step.
@@ -280,8 +318,20 @@ class StepRun(ManagerRun):
         in_flight = term.int_var("num_in_flight_tokens", 0)
         processed = greatest(0, self.situation.call.total_computed_tokens - in_flight)
         self.pool.has_taken_back = False
+        recorded, num_retired = self._column_to_retire(), self._num_retired()
         self.manager.remove_skipped_blocks(REQUEST, processed)
-        table = self.table()
+        table, path = self.table(), current_path()
+        if len(path.swept) > 1:
+            raise Unsupported("a removal that goes over the table twice")
+        freed_skipped = path.is_impossible or removal_freed_skipped(
+            self.situation,
+            table_before(self.situation),
+            table,
+            path.swept[0] if path.swept else term.int_var(SOME_COLUMN, 0),
+            in_flight=in_flight,
+            recorded=recorded,
+            num_retired=num_retired,
+        )
         held = tail_is_held(table, self.situation.geometry.num_speculative_blocks)
         to_retire = self._column_to_retire()
         return Step(
@@ -294,6 +344,7 @@ class StepRun(ManagerRun):
             column_to_retire_before=to_retire,
             column_to_retire=to_retire,
             removal_kept_state=held & (table.length == self.situation.table_length),
+            removal_freed_skipped=freed_skipped,
             removed_blocks=self.pool.has_taken_back,
         )
 
@@ -321,7 +372,8 @@ class StepRun(ManagerRun):
         number = self.situation.num_hit_blocks
         if not number > 0:
             return Table.of_runs()
-        return Table.of_runs((number - 1, NULL_BLOCK), (1, self._hit()))
+        self._found_hit = self._hit()
+        return Table.of_runs((number - 1, NULL_BLOCK), (1, self._found_hit))
 
     def _hit(self) -> Block:
         s = self.situation
@@ -366,6 +418,15 @@ class StepRun(ManagerRun):
             name = "_producer_partial_tail_reqs"
             record = (tail, computed) if self._traits.producer_tail_has_block else computed
             parts[name] = Pending(REQUEST, True, record, name=name)
+
+    def _num_retired(self) -> IntLike | None:
+        """Columns that the release knows to be freed; None where it does not count them."""
+        record = vars(self.manager).get("_num_retired_blocks")
+        return None if record is None else record.value
+
+    def _queued_copies(self) -> list[Copy]:
+        """Copies on write that the step asked for."""
+        return [*list.__iter__(vars(self.manager).get("_pending_cow_copies", Log("none")))]
 
     def _returned_new_columns(self, returned: Table, table: Table) -> BoolLike:
         adopts = self.situation.num_hit_blocks > 0 or self.situation.num_external_tokens > 0

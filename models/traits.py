@@ -14,7 +14,18 @@ from typing import Any
 from models.loader import Core
 from spec import assumptions
 from spec.assumptions import Assumption
+from spec.theorems import ADMISSIONS
 
+#: Theorems about tables without the states that a removal takes away.
+_OF_REMOVED_TABLES = frozenset(
+    (
+        "only-states-are-held",
+        "removal-frees-skipped",
+        "peak-within-sizing",
+        "gate-covers-lifetime",
+        "eventually-admitted",
+    )
+)
 _POSITION_HELPER = "get_mamba_prefill_checkpoint_position"
 
 
@@ -22,6 +33,9 @@ _POSITION_HELPER = "get_mamba_prefill_checkpoint_position"
 class Traits:
     """What a tree's `MambaManager` knows, by the release that brought it."""
 
+    removes_up_to_processed: bool
+    """0.26.0: a removal is told which tokens are processed; before, it spares S of those that may
+    be in flight."""
     has_partial_tails: bool
     """0.26.0: hits that end inside a block, and copies on write of a request's own tail."""
     producer_tail_is_recorded: bool
@@ -79,6 +93,9 @@ class Traits:
             return "there are no checkpoint blocks before 0.29.0"
         if keeps_checkpoint and starts_inside and not self.records_checkpoint_position:
             return "0.29.0 keeps a checkpoint only where a chunk starts on a block boundary"
+        has_table = family not in ADMISSIONS
+        if has_table and not self.removes_up_to_processed and theorem in _OF_REMOVED_TABLES:
+            return "before 0.26.0 a removal spares the states of the last S tokens"
         if theorem == "checkpoint-recorded" and not self.records_checkpoint_position:
             return "before 0.30.0 no position of a checkpoint is recorded"
         return None
@@ -96,7 +113,10 @@ def traits_of(core: Core) -> Traits:
     has_checkpoint_blocks = "num_prefill_checkpoint_blocks" in names
     has_position = "_checkpoints" in names and hasattr(core.interface, _POSITION_HELPER)
     helper = getattr(core.interface, _POSITION_HELPER, None)
+    removal = core.symbol_of_manager("MambaManager", "remove_skipped_blocks")
     return Traits(
+        removes_up_to_processed="processed_computed_tokens"
+        in inspect.signature(removal).parameters,
         has_partial_tails="_partial_hit_reqs" in names,
         producer_tail_is_recorded="_producer_partial_tail_reqs" in names,
         producer_tail_has_block="finalize_partial_tail_offload" in names,

@@ -564,7 +564,7 @@ def _theorems_of(release: Lifted, case: Case) -> list[str]:
         for slug, theorem in sorted(THEOREMS.items(), key=lambda item: item[0] == MODEL_THEOREM)
         if case.manager in theorem.managers
         and theorem.asks is case.asks
-        and theorem.why_not(case.family) is None
+        and theorem.why_not(case.family, case.tags) is None
         and release.traits.why_not(case.family, case.tags, slug) is None
     ]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from spec.families import is_overwide
+from spec.families import is_decoding, is_overwide
 from spec.logic import cdiv, choose, implies, negation
 from spec.vocabulary import BoolLike, IntLike, Situation
 
@@ -208,15 +208,18 @@ HITS_ARE_WHOLE_BLOCKS = Assumption(
 )
 CHECKPOINT_AT_BLOCK_BOUNDARY = Assumption(
     "checkpoint-at-block-boundary",
-    "Where there are checkpoint blocks, a checkpoint lies at the chunk's last block boundary.",
+    "Where there are checkpoint blocks, hash units are blocks: a checkpoint lies at the chunk's "
+    "last block boundary, and hits end at one.",
     "0.29.0 v1/core/single_type_kv_cache_manager.py, MambaManager._needs_internal_checkpoint knows "
-    "block boundaries only, and no alignment; in the words of later releases hash units are blocks",
+    "block boundaries only, and no alignment; v1/core/block_pool.py, BlockPool.get_cached_block "
+    "finds hits by hash unit",
     lambda s: implies(
         s.geometry.num_prefill_checkpoint_blocks > 0,
         (s.geometry.hash_block_size == s.geometry.block_size)
         & (s.geometry.cache_hit_alignment_tokens == s.geometry.block_size)
         & (s.geometry.prefill_checkpoint_alignment == 1)
-        & (s.geometry.num_tokens_behind_checkpoint == 0),
+        & (s.geometry.num_tokens_behind_checkpoint == 0)
+        & ((s.table_length > 0) | (s.call.num_local_computed_tokens % s.geometry.block_size == 0)),
     ),
 )
 CHECKPOINT_AT_HASH_BOUNDARY = Assumption(
@@ -328,6 +331,52 @@ RETENTION_IS_OF_COORDINATOR = Assumption(
     lambda s: True,
 )
 
+SKIPPED_COLUMNS_ARE_NULL = Assumption(
+    "skipped-columns-are-null",
+    "Once skipped blocks are removed, a table holds no block before its running state, but the one "
+    "of its last computed token where drafts were rejected.",
+    "the theorems removal-frees-skipped and only-states-are-held, one after the other; "
+    "v1/core/kv_cache_manager.py, KVCacheManager.allocate_slots removes skipped blocks before it "
+    "estimates, all of them where nothing is in flight",
+    lambda s: True,
+)
+DECODING_STAYS_IN_A_BLOCK = Assumption(
+    "decoding-stays-in-a-block",
+    "A decoding step computes at most 1 + S tokens, no more than a block holds, and at most S are "
+    "taken back.",
+    "v1/core/sched/scheduler.py, Scheduler.schedule adds at most num_spec_tokens drafts to one "
+    "token, of which Scheduler._update_request_with_output takes back those rejected; "
+    "platforms/interface.py, Platform._align_hybrid_block_size makes block_size a multiple of the "
+    "attention backend's, 16 tokens or more",
+    lambda s: implies(
+        (s.table_length > 0) & is_decoding(s),
+        (
+            s.call.num_tokens_main_model
+            <= s.call.total_computed_tokens + 1 + s.geometry.num_speculative_blocks
+        )
+        & (s.geometry.block_size >= 1 + s.geometry.num_speculative_blocks)
+        & (
+            s.table_length
+            <= cdiv(
+                s.call.total_computed_tokens + s.geometry.num_speculative_blocks,
+                s.geometry.block_size,
+            )
+            + s.geometry.num_speculative_blocks
+        ),
+    ),
+)
+STATES_ARE_RECORDED = Assumption(
+    "states-are-recorded",
+    "Columns that were retired hold no block. Where the release does not count them, a table holds "
+    "none before its running state but in the column before, and in the one recorded as the next "
+    "to free.",
+    "the theorems only-states-are-held and retirement-recorded: a step leaves the state that it "
+    "started from, which it records, and its checkpoint; "
+    "v1/core/single_type_kv_cache_manager.py, MambaManager._remove_blocks_in_range counts retired "
+    "columns from 0.30.0",
+    lambda s: True,
+)
+
 #: In force for every family.
 ASSUMPTIONS: tuple[Assumption, ...] = (
     HASH_DIVIDES_BLOCK,
@@ -360,6 +409,12 @@ OF_THE_GATE: tuple[Assumption, ...] = (REQUEST_HOLDS_ALL_TOKENS,)
 
 #: In force besides, where a coordinator adds up groups.
 OF_GROUPS: tuple[Assumption, ...] = (ATTENTION_COVERS_MAMBA, ATTENTION_HIT_HOLDS_LOCAL_TOKENS)
+#: Made by claims themselves: `models.held` says them of the columns that a claim is about.
+OF_CLAIMS: tuple[Assumption, ...] = (
+    SKIPPED_COLUMNS_ARE_NULL,
+    DECODING_STAYS_IN_A_BLOCK,
+    STATES_ARE_RECORDED,
+)
 #: The same, about what no situation says: `models.groups` says it of variables of its own.
 OF_THE_COORDINATOR: tuple[Assumption, ...] = (
     GROUPS_SHARE_BLOCK_SIZE,

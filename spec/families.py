@@ -113,6 +113,11 @@ def _is_prefill(s: Situation) -> BoolLike:
     return s.call.total_computed_tokens < s.prefill_length
 
 
+def is_decoding(s: Situation) -> BoolLike:
+    """Return whether the prefill has ended before the step."""
+    return negation(_is_prefill(s))
+
+
 def _admission(s: Situation) -> BoolLike:
     return negation(_has_table(s)) & negation(s.preempted)
 
@@ -185,7 +190,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             "drafts",
             "A running request decodes, drafts included.",
-            lambda s: _own_chunk(s) & negation(_is_prefill(s)),
+            lambda s: _own_chunk(s) & is_decoding(s),
         ),
     )
 }

@@ -6,12 +6,19 @@ permanent.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
-from spec.assumptions import MAMBA_GROUPS
+from spec.assumptions import (
+    DECODING_STAYS_IN_A_BLOCK,
+    MAMBA_GROUPS,
+    SKIPPED_COLUMNS_ARE_NULL,
+    STATES_ARE_RECORDED,
+    Assumption,
+)
 from spec.families import (
+    FAMILIES,
     adopts_partial_hit,
     checkpoint_column,
     checkpoint_position,
@@ -56,11 +63,21 @@ OBLIGATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 #: Families of requests that have no table yet.
 ADMISSIONS = ("first", "hit-full", "hit-partial", "external-sync", "external-async", "resumed")
+#: Families of prefill steps behind the one that admits a request.
+LATER_PREFILLS = ("running", "checkpoint")
 _GATE_IS_FOR_WAITING = (
     "v1/core/sched/scheduler.py, Scheduler.schedule asks the gate about waiting requests only"
 )
 #: Families of requests that the worker knows the table of.
 _KNOWN_TO_WORKER = ("running", "checkpoint", "own-tail", "drafts")
+_OF_THE_SIZING = (SKIPPED_COLUMNS_ARE_NULL, DECODING_STAYS_IN_A_BLOCK)
+_NOTHING_IS_TAKEN_BACK = "tokens of a prefill are taken back only where a load failed"
+_NOT_IN_LIVES = {
+    ("drafts", "checkpoint"): "a decoding step that a block holds reaches no checkpoint",
+    ("running", "overwide"): _NOTHING_IS_TAKEN_BACK,
+    ("checkpoint", "overwide"): _NOTHING_IS_TAKEN_BACK,
+    ("own-tail", "overwide"): _NOTHING_IS_TAKEN_BACK,
+}
 #: Families that keep an internal checkpoint, whatever their tags.
 _ALWAYS_CHECKPOINT = "checkpoint"
 
@@ -91,6 +108,8 @@ class Asks(Enum):
     """One step: estimate and allocation."""
     GATE = "gate"
     """The full-sequence gate, and then the step."""
+    LIFETIME = "lifetime"
+    """The full-sequence gate before the request is admitted without a hit, and a later step."""
     REMOVAL = "removal"
     """The removal of skipped blocks, which comes before a step, alone."""
 
@@ -129,6 +148,8 @@ class Theorem:
         managers: Slugs of the managers that it is about.
         families: The families that it is about; empty means all.
         not_elsewhere: Why it is not about the others.
+        premises: Assumptions that the claim itself makes, beside those in force for the step.
+        not_with: Why it is not about steps of a family that have a tag.
     """
 
     slug: str
@@ -143,24 +164,44 @@ class Theorem:
     managers: tuple[str, ...] = ("mamba-align",)
     families: tuple[str, ...] = ()
     not_elsewhere: str = ""
+    premises: tuple[Assumption, ...] = ()
+    not_with: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
     @property
     def asks_gate(self) -> bool:
-        """Whether it is about the full-sequence gate, which then is asked before the step."""
-        return self.asks is Asks.GATE
+        """Whether it is about what the full-sequence gate was told."""
+        return self.asks in (Asks.GATE, Asks.LIFETIME)
+
+    @property
+    def asks_lifetime(self) -> bool:
+        """Whether the gate is asked at admission, and the claim is about a later step."""
+        return self.asks is Asks.LIFETIME
 
     @property
     def asks_removal(self) -> bool:
         """Whether it is about the removal of skipped blocks, which then is all that is done."""
         return self.asks is Asks.REMOVAL
 
-    def why_not(self, family: str) -> str | None:
-        """Return why the claim is not about a family, None where it is."""
-        return self.not_elsewhere if self.families and family not in self.families else None
+    def why_not(self, family: str, tags: tuple[str, ...] = ()) -> str | None:
+        """Return why the claim is not about steps of a family with tags, None where it is."""
+        if self.families and family not in self.families:
+            return self.not_elsewhere
+        found = (self.not_with.get((family, tag)) for tag in tags)
+        return next(filter(None, found), None)
+
+    def shows(self, s: Situation, step: Step) -> BoolLike:
+        """Return whether a step is the interesting case, and keeps the claim's own assumptions."""
+        return self._supposed(s) & self.witness(s, step)
+
+    def _supposed(self, s: Situation) -> BoolLike:
+        supposed: BoolLike = True
+        for assumption in self.premises:
+            supposed = supposed & assumption.holds(s)
+        return supposed
 
     def holds(self, s: Situation, step: Step, pool: Pool, need: Need) -> BoolLike:
         """Return whether the claim holds of a step, or is not about it since nothing was done."""
-        claim = self.claim(s, step, pool, need)
+        claim = implies(self._supposed(s), self.claim(s, step, pool, need))
         return claim if self.covers_deferred else step.deferred | step.refused | claim
 
 
@@ -384,6 +425,102 @@ THEOREMS: dict[str, Theorem] = {
             not_elsewhere="a request without a table has no blocks to remove",
         ),
         Theorem(
+            "live-state-kept",
+            "What a step's computation starts from stays where the worker looks for it: the block "
+            "in its column, the copy of a hit that the step writes into, and the draft blocks.",
+            "Unsat iff after every step that starts from computed tokens that block stands in its "
+            "column, and any draft block in its own or among the last S; a model is a step whose "
+            "state is moved, freed or not copied before it is read.",
+            lambda s, step, pool, need: step.state_is_in_place,
+            lambda s, step: (s.call.total_computed_tokens >= 1) & (step.drawn >= 1),
+            "v1/worker/mamba_utils.py, preprocess_mamba copies the state from the column before; "
+            "v1/core/single_type_kv_cache_manager.py, MambaManager.allocate_new_blocks: the "
+            "worker's table of a running request is append-only",
+            families=tuple(slug for slug in FAMILIES if slug != "first"),
+            not_elsewhere="a request that starts without computed tokens reads no state",
+        ),
+        Theorem(
+            "only-states-are-held",
+            "After a step blocks stand only in the columns of states: the one that it started "
+            "from, its checkpoint, the running state and the drafts behind it.",
+            "Unsat iff every other column is null after every step, if none but the same of the "
+            "step before held a block; a model is a step that leaves a block that nobody looks "
+            "for.",
+            lambda s, step, pool, need: step.only_states_are_held,
+            _draws,
+            "induction for the assumption skipped-columns-are-null",
+            premises=(SKIPPED_COLUMNS_ARE_NULL,),
+        ),
+        Theorem(
+            "removal-frees-skipped",
+            "Where nothing is in flight, removing skipped blocks leaves none before the running "
+            "state.",
+            "Unsat iff every column before the last computed token's is null after every removal; "
+            "a model is a request that keeps a state that no step reads.",
+            lambda s, step, pool, need: step.removal_freed_skipped,
+            lambda s, step: step.removed_blocks,
+            "v1/core/single_type_kv_cache_manager.py, MambaManager.get_num_skipped_tokens: only "
+            "the state of the last computed token is needed",
+            asks=Asks.REMOVAL,
+            families=("promoted", *_KNOWN_TO_WORKER),
+            not_elsewhere="a request without a table has no blocks to remove",
+            premises=(STATES_ARE_RECORDED,),
+        ),
+        Theorem(
+            "conservation",
+            "Every block that a step draws stands in the request's table or waits to be copied to, "
+            "and none of those that it found is given back.",
+            "Unsat iff the blocks drawn in every step are not less than none, each stands in a "
+            "column or is the target of a queued copy, and nothing is freed; a model is a step "
+            "that loses a block, or gives one back that is still listed.",
+            lambda s, step, pool, need: step.drawn_are_held,
+            _draws,
+            "v1/core/block_pool.py, BlockPool.free_blocks: what no table lists is never freed",
+        ),
+        Theorem(
+            "peak-within-sizing",
+            "A request holds no more blocks than the start-up sizing reserves for it.",
+            "Unsat iff after every step the distinct blocks of table and queued copies are at most "
+            "the release's own sizing; a model is a step that holds more.",
+            lambda s, step, pool, need: step.held <= step.reserved_at_startup,
+            lambda s, step: step.held >= 1,
+            "v1/kv_cache_interface.py, MambaSpec.max_memory_usage_bytes",
+            premises=_OF_THE_SIZING,
+            not_with=_NOT_IN_LIVES,
+        ),
+        Theorem(
+            "gate-covers-lifetime",
+            "What the full-sequence gate asked for covers what the request holds until its prefill "
+            "ends.",
+            "Unsat iff after every prefill step of a request that was admitted without a hit table "
+            "and queued copies hold at most the gate's estimate for its whole length; a model is a "
+            "step that holds more.",
+            lambda s, step, pool, need: step.held <= step.gate,
+            _draws,
+            "v1/core/kv_cache_manager.py, KVCacheManager.allocate_slots: full_sequence_must_fit",
+            asks=Asks.LIFETIME,
+            families=LATER_PREFILLS,
+            not_elsewhere="it is about the prefill steps behind an admission without a hit",
+            premises=(SKIPPED_COLUMNS_ARE_NULL,),
+            not_with=_NOT_IN_LIVES,
+        ),
+        Theorem(
+            "eventually-admitted",
+            "A request that has to itself what the start-up sizing reserves is let pass: what it "
+            "holds and what it is told that it needs are together no more.",
+            "Unsat iff held + estimate is at most the release's own sizing before every step; a "
+            "model is a request that is refused on such a pool, and since nobody else will free a "
+            "block, for ever.",
+            lambda s, step, pool, need: (
+                step.held_before + step.estimate <= step.reserved_at_startup
+            ),
+            lambda s, step: step.held_before + step.estimate >= 1,
+            "vLLM PR 57050: a request that is never promoted; "
+            "v1/core/kv_cache_utils.py, check_enough_kv_cache_memory",
+            premises=_OF_THE_SIZING,
+            not_with=_NOT_IN_LIVES,
+        ),
+        Theorem(
             "admission-keeps-reserve",
             "A step that takes blocks leaves free what is reserved, and the watermark where the "
             "request was waiting.",
@@ -432,9 +569,13 @@ THEOREMS: dict[str, Theorem] = {
 }
 
 
+#: Theorems about how many blocks a request holds.
+ABOUT_HELD = ("peak-within-sizing", "gate-covers-lifetime", "eventually-admitted")
+
+
 def least_pool(theorem: Theorem, step: Step) -> Pool:
     """Return the least pool that lets a step made of numbers pass what a theorem has it asked."""
-    gate = step.gate if theorem.asks_gate else 0
+    gate = step.gate if theorem.asks is Asks.GATE else 0
     return Pool(max(step.estimate or 0, gate, 0), watermark_blocks=0, reserved_blocks=0)
 
 

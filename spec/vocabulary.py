@@ -70,7 +70,8 @@ class Situation:
     prefill_length: IntLike
     """Tokens to prefill: `max(num_prompt_tokens, num_tokens - 1)` of the request."""
     num_request_tokens: IntLike = 0
-    """Tokens that the request has, which the gate asks for; 0 where nobody asks the gate."""
+    """Tokens that the request has, which the gate asks for, or asked for when the request was
+    admitted; 0 where nobody asks the gate."""
     num_hit_blocks: IntLike = 0
     """Blocks of the local prefix-cache hit being adopted."""
     hit_is_evictable: BoolLike = False
@@ -136,12 +137,31 @@ class Step:
     -1 is none."""
     column_to_retire: IntLike = -1
     """The same after the step."""
+    state_is_in_place: BoolLike = True
+    """Whether the block that the step's computation starts from stands in its column afterwards,
+    or the copy of it that was asked for where the step adopted a hit that it writes into, and
+    draft blocks stay in the table."""
+    only_states_are_held: BoolLike = True
+    """Whether blocks stand only in columns of states: the one started from, the checkpoint's, the
+    running state's and those behind it; if so before, skipped blocks removed."""
+    drawn_are_held: BoolLike = True
+    """Whether every block that the step drew stands in the table or waits to be copied to, and
+    none that it found was given back."""
+    held_before: IntLike = 0
+    """Distinct blocks of the request's table before the step, skipped blocks removed."""
+    held: IntLike = 0
+    """Distinct blocks that the request's table or a queued copy keeps after the step."""
+    reserved_at_startup: IntLike = 0
+    """Blocks that the start-up sizing reserves for one request in one group."""
     gate: IntLike = 0
-    """What the full-sequence gate was told before the step: the dry run for the request's whole
-    length. Of no meaning where nobody asked."""
+    """What the full-sequence gate was told before the step, or when the request was admitted: the
+    dry run for the request's whole length. Of no meaning where nobody asked."""
     removal_kept_state: BoolLike = True
     """Whether removing skipped blocks, before anything else, left the table's length and its last
     1 + S blocks as they were."""
+    removal_freed_skipped: BoolLike = True
+    """Whether, where nothing is in flight, it left no block in a column before the running
+    state's."""
     removed_blocks: BoolLike = False
     """Whether that removed any block."""
     raised: str | None = None

@@ -11,16 +11,20 @@ from typing import Any
 
 from conformance.driver import Driver, RequestUnderTest
 from models.evaluate import Evaluator
+from models.held import SOME_COLUMN
 from models.lift import Exploration, summary_of
 from models.prove import in_numbers
-from spec.families import family_of
+from spec.families import family_of, is_decoding
 from spec.logic import cdiv
+from spec.states import column_of_last_token, running_column
 from spec.theorems import THEOREMS
 from spec.vocabulary import Call, Situation, Step
 
 REQUEST = "request"
 #: Ids that a sample's table gets, so that no block stands in two columns.
 FIRST_ID = 1_000
+#: In a sample: whether skipped columns are to be null.
+TIDY = "is_tidy"
 #: Longer tables, and larger pools, are not built.
 MOST_BLOCKS = 20_000
 _RECORDS = ("_checkpoints", "_num_checkpoint_blocks")
@@ -36,6 +40,8 @@ def with_own_blocks(exploration: Exploration, values: Values) -> Values:
     situation = in_numbers(exploration.situation, Evaluator(values))
     ids, movable = values.get("block_table", {}), values.get("block_is_movable", {})
     columns = range(situation.table_length)
+    if values.get(TIDY):
+        ids = {i: 0 if _is_skipped(situation, i) else ids.get(i, 1) for i in columns}
     movable = {i: int(movable.get(i, 1) == 1) for i in columns}
     if situation.owns_partial_tail:
         movable[tail_column(situation)] = 0
@@ -46,6 +52,17 @@ def with_own_blocks(exploration: Exploration, values: Values) -> Values:
         "block_table": {i: 0 if ids.get(i, 1) == 0 else FIRST_ID + i for i in columns},
         "block_is_movable": movable,
     }
+
+
+def _is_skipped(situation: Situation, column: int) -> bool:
+    """Whether a column holds no block once skipped blocks are removed."""
+    is_last = is_decoding(situation) and column == column_of_last_token(situation)
+    return bool(column < running_column(situation) and not is_last)
+
+
+def _is_tidy(situation: Situation, values: Values) -> bool:
+    ids = values["block_table"]
+    return all(ids[i] == 0 for i in ids if _is_skipped(situation, i))
 
 
 def tail_column(situation: Situation) -> int:
@@ -59,7 +76,11 @@ def lifted_step(exploration: Exploration, values: Values) -> tuple[int, Step] | 
     path = summary_of(exploration, values)
     if path is None:
         return None
-    return exploration.paths.index(path), in_numbers(path.step, Evaluator(values))
+    columns = range(values.get("num_tokens_main_model", 0) + 20)
+    looked_at = (Evaluator({**values, SOME_COLUMN: column}) for column in columns)
+    held_well = all(each.truth(path.step.only_states_are_held) for each in looked_at)
+    step = replace(in_numbers(path.step, Evaluator(values)), only_states_are_held=held_well)
+    return exploration.paths.index(path), step
 
 
 def native_step(driver: Driver, situation: Situation, values: Values) -> tuple[Step, int]:
@@ -207,12 +228,12 @@ def differences(
     seen = replace(seen, gate=gate)
     return number, [
         f"{name}: lifted {getattr(expected, name)}, native {getattr(seen, name)}"
-        for name in compared(situation, expected, seen)
+        for name in compared(situation, values, expected, seen)
         if getattr(expected, name) != getattr(seen, name)
     ]
 
 
-def compared(situation: Situation, expected: Step, seen: Step) -> set[str]:
+def compared(situation: Situation, values: Values, expected: Step, seen: Step) -> set[str]:
     """Fields of a step that both say something about."""
     if expected.deferred:
         # The driver goes on where the scheduler would try again in a later step.
@@ -220,7 +241,14 @@ def compared(situation: Situation, expected: Step, seen: Step) -> set[str]:
     if expected.raised is not None:
         reached = {n for n in ("dry_run", "estimate", "drawn") if getattr(seen, n) is not None}
         return {"raised", *reached}
-    names = set(vars(expected)) - {"deferred", "removal_kept_state", "removed_blocks"}
+    names = set(vars(expected)) - {
+        "deferred",
+        "removal_kept_state",
+        "removal_freed_skipped",
+        "removed_blocks",
+    }
+    if not _is_tidy(situation, values):
+        names -= {"held_before", "held", "only_states_are_held"}
     if seen.checkpoint_position is None:
         # 0.29.0 keeps how many blocks a pending checkpoint takes, and not where it lies.
         names -= {"checkpoint_position", "checkpoint_column", "checkpoint_block_is_held"}

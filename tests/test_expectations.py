@@ -42,7 +42,7 @@ def test_what_a_theorem_or_a_release_is_not_about_is_expected_to_be_so() -> None
         traits = traits_in(resolve(f"vllm=={release}").root)
         for family, tags in OBLIGATIONS:
             for slug, theorem in THEOREMS.items():
-                reason = theorem.why_not(family) or traits.why_not(family, tags, slug)
+                reason = theorem.why_not(family, tags) or traits.why_not(family, tags, slug)
                 for manager in theorem.managers:
                     verdict = expected(f"vllm=={release}", manager, where(family, tags), slug)
                     is_said = verdict == "NOT_APPLICABLE"

@@ -187,3 +187,29 @@ def test_an_estimate_that_never_falls_below_nothing_is_exact(copy_tree: CopyTree
     found = verdicts(root, "drafts")
 
     assert set().union(*found.values()) == {Verdict.PROVED.value}
+
+
+#: With a block for the copy of a block that is written into.
+RESERVE_A_COPY = ("2 + self.num_speculative_blocks", "3 + self.num_speculative_blocks")
+#: What is within the sizing then, by family.
+WITHIN = {
+    "hit-partial": {"peak-within-sizing", "eventually-admitted"},
+    "own-tail": {"peak-within-sizing", "eventually-admitted"},
+    "external-sync": {"peak-within-sizing"},
+}
+
+
+@pytest.mark.parametrize("family", WITHIN)
+def test_a_block_reserved_for_a_copy_mends_the_sizing(copy_tree: CopyTree, family: str) -> None:
+    """With one block more at start-up, a request holds and asks for no more than that."""
+    root = copy_tree(NEWEST)
+    file = root / "vllm" / "v1" / "kv_cache_interface.py"
+    text = file.read_text()
+    assert RESERVE_A_COPY[0] in text
+    file.write_text(text.replace(*RESERVE_A_COPY))
+
+    kinds = [(family, ()), (family, ("checkpoint",))]
+    found = [*prove(LiftedTree(root), kinds=kinds, theorems=tuple(WITHIN[family]))]
+
+    assert {o.theorem for o in found} == WITHIN[family]
+    assert {o.verdict for o in found} == {Verdict.PROVED}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import RELEASES
-from native import compared, differences, lifted_step
+from native import TIDY, compared, differences, lifted_step
 
 from conformance.driver import Driver, DriverError, RequestUnderTest, core_driver
 from models import lift, predict, term
@@ -105,6 +105,7 @@ def any_values(chance: random.Random, exploration: Exploration) -> Values:
     columns = range(60)
     return {
         **values,
+        TIDY: chance.random() < 0.4,
         "has_column_to_retire_before": chance.random() < 0.5,
         "column_to_retire_before": chance.randrange(4),
         **{name: chance.randrange(8) for name in ("first_column", "second_column", "some_column")},
@@ -407,7 +408,7 @@ def check_lives(
             continue
         _, expected = lifted
         seen = ready.request.apply(ready.situation.call, **ready.adopted)
-        for name in compared(ready.situation, expected, seen):
+        for name in compared(ready.situation, values, expected, seen):
             assert getattr(seen, name) == getattr(expected, name), (name, ready.situation)
         kept += 1
         if kept == 60:

@@ -28,10 +28,14 @@ PLACE = re.compile(r"([\w/]+\.py), ([\w.]+)")
 GEOMETRY = Geometry(16, 4, 3, 1, 4, False)
 #: A first admission of 40 tokens, which keeps a checkpoint.
 FIRST = Situation(GEOMETRY, Call(40, 40, 0, 0), 0, 40)
+#: The same of a request that has computed 4 of them.
+LATER = replace(FIRST, call=Call(40, 40, 4, 4), table_length=4)
 #: What 0.31.0 does then: state, drafts and checkpoint.
 STEP = Step(
     *(5, 5, 5, 6, True),
     gate=5,
+    held=5,
+    reserved_at_startup=6,
     removed_blocks=True,
     checkpoint_is_pending=True,
     checkpoint_position=36,
@@ -51,9 +55,9 @@ def test_a_theorem_is_complete(slug: str) -> None:
     assert theorem.sentence.endswith(".")
     assert re.fullmatch(r"Unsat iff .*; a model is .*\.", theorem.unsat_iff)
     assert theorem.source
-    assert theorem.witness(FIRST, STEP) is True
-    idle = replace(STEP, estimate=0, drawn=0, removed_blocks=False)
-    assert theorem.witness(FIRST, idle) is False
+    assert theorem.witness(LATER, STEP) is True
+    idle = replace(STEP, estimate=0, drawn=0, held=0, removed_blocks=False)
+    assert theorem.witness(LATER, idle) is False
     assert theorem.claim(FIRST, STEP, POOL, NEED) is True
 
 
@@ -91,9 +95,16 @@ BREAKS: list[tuple[dict[str, object], set[str]]] = [
     ({"no_block_is_twice": False}, {"no-block-twice"}),
     ({"column_to_retire": 0}, {"retirement-recorded"}),
     ({"tail_is_held": False}, {"state-invariant"}),
-    ({"gate": 4}, {"gate-covers-first-step"}),
+    ({"gate": 4}, {"gate-covers-first-step", "gate-covers-lifetime"}),
     ({"gate": 6}, {"admission-fits-whole"}),
     ({"removal_kept_state": False}, {"removal-keeps-state"}),
+    ({"removal_freed_skipped": False}, {"removal-frees-skipped"}),
+    ({"state_is_in_place": False}, {"live-state-kept"}),
+    ({"only_states_are_held": False}, {"only-states-are-held"}),
+    ({"drawn_are_held": False}, {"conservation"}),
+    ({"held": 6}, {"gate-covers-lifetime"}),
+    ({"held": 7}, {"gate-covers-lifetime", "peak-within-sizing"}),
+    ({"held_before": 2}, {"eventually-admitted"}),
 ]
 
 
@@ -154,6 +165,9 @@ def test_a_theorem_that_is_not_about_every_family_says_why() -> None:
     """Which families a theorem is about is written down, with a reason for the others."""
     assert {slug: t.families for slug, t in THEOREMS.items() if t.families} == {
         "removal-keeps-state": ("promoted", "running", "checkpoint", "own-tail", "drafts"),
+        "removal-frees-skipped": ("promoted", "running", "checkpoint", "own-tail", "drafts"),
+        "live-state-kept": tuple(family for family in FAMILIES if family != "first"),
+        "gate-covers-lifetime": ("running", "checkpoint"),
         "new-columns-returned": ("first", "running", "checkpoint", "own-tail", "drafts"),
         "admission-fits-whole": (
             "first",
@@ -176,6 +190,32 @@ def test_a_theorem_that_is_not_about_every_family_says_why() -> None:
         others = [family for family in FAMILIES if theorem.why_not(family) is not None]
         assert set(others) == (set(FAMILIES) - set(theorem.families) if theorem.families else set())
         assert all(theorem.why_not(family) for family in others)
+
+
+def test_a_claim_is_about_what_keeps_its_own_assumptions_only() -> None:
+    """A decoding step longer than a block is nothing that the sizing is claimed of."""
+    holds_too_many = replace(STEP, held=7)
+    decoding = replace(LATER, prefill_length=4, call=Call(8, 8, 4, 4))
+    too_long = replace(decoding, call=Call(9, 9, 4, 4))
+
+    for slug in ("peak-within-sizing", "eventually-admitted"):
+        theorem = THEOREMS[slug]
+        broken = replace(holds_too_many, held_before=7)
+        assert not theorem.holds(decoding, broken, POOL, NEED)
+        assert theorem.holds(too_long, broken, POOL, NEED)
+        assert theorem.shows(decoding, STEP)
+        assert not theorem.shows(too_long, STEP)
+
+
+def test_a_tag_can_be_what_a_theorem_is_not_about() -> None:
+    """No decoding step that a block holds keeps a checkpoint, so nothing is claimed of one."""
+    theorem = THEOREMS["peak-within-sizing"]
+
+    assert theorem.why_not("drafts") is None
+    assert theorem.why_not("drafts", ("overwide",)) is None
+    assert "reaches no checkpoint" in str(theorem.why_not("drafts", ("checkpoint", "overwide")))
+    assert "taken back" in str(theorem.why_not("checkpoint", ("overwide",)))
+    assert theorem.why_not("promoted", ("overwide",)) is None
 
 
 def test_only_allocation_speaks_of_steps_that_raise() -> None:
