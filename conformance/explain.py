@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from spec.assumptions import (
     ASSUMPTIONS,
+    OF_CLAIMS,
     OF_GROUPS,
     OF_SOME_RELEASES,
     OF_THE_COORDINATOR,
@@ -14,7 +15,7 @@ from spec.families import FAMILIES, Family
 from spec.theorems import MANAGERS, OBLIGATIONS, THEOREMS, Theorem
 
 _OF_SEVERAL = (*OF_GROUPS, *OF_THE_COORDINATOR)
-_ALL_ASSUMPTIONS = (*ASSUMPTIONS, *OF_SOME_RELEASES, *OF_THE_GATE, *_OF_SEVERAL)
+_ALL_ASSUMPTIONS = (*ASSUMPTIONS, *OF_SOME_RELEASES, *OF_THE_GATE, *OF_CLAIMS, *_OF_SEVERAL)
 
 
 def explanation(slug: str) -> str | None:
@@ -36,7 +37,7 @@ def _theorem(theorem: Theorem) -> str:
     families = ", ".join(
         " with ".join((family, *tags))
         for family, tags in OBLIGATIONS
-        if theorem.why_not(family) is None
+        if theorem.why_not(family, tags) is None
     )
     elsewhere = [f"Not the others: {theorem.not_elsewhere}."] if theorem.not_elsewhere else []
     scope = (
@@ -52,6 +53,11 @@ def _theorem(theorem: Theorem) -> str:
             scope,
             f"Families: {families}.",
             *elsewhere,
+            *(
+                f"Not {family} with {tag}: {reason}."
+                for (family, tag), reason in theorem.not_with.items()
+                if theorem.why_not(family) is None
+            ),
             f"Managers: {', '.join(theorem.managers)}.",
             f"Source: {theorem.source}.",
             "",
@@ -67,6 +73,8 @@ def _theorem(theorem: Theorem) -> str:
 
 
 def _is_in_force(assumption: Assumption, theorem: Theorem) -> bool:
+    if assumption in OF_CLAIMS:
+        return assumption in theorem.premises
     is_of_groups = assumption in _OF_SEVERAL
     return (theorem.asks_gate or assumption not in OF_THE_GATE) and (
         not is_of_groups or "coordinator" in theorem.managers

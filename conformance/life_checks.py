@@ -240,7 +240,6 @@ def estimates(pool: SharedPool, rule: Rule) -> list[Violation]:
 def peak(pool: SharedPool, rule: Rule) -> list[Violation]:
     """A request's tables, and copies queued for them, hold no more than the release reserves."""
     most = pool.reserved_at_startup
-    copies = [{block.block_id for block in pair} for pair in pool.pending_copies()]
     return [
         HoldsTooMany(
             request.request_id,
@@ -250,9 +249,29 @@ def peak(pool: SharedPool, rule: Rule) -> list[Violation]:
             pool.last_seen.get(request.request_id),
         )
         for request in pool.requests
-        for group, listed in enumerate(pool.held(request))
-        if group > 0 and len(held := listed.union(*(c for c in copies if c & listed))) > most
+        for group, held in enumerate(_kept(pool, pool.held(request)))
+        if group > 0 and len(held) > most
     ]
+
+
+def _kept(pool: SharedPool, tables: Sequence[frozenset[int]]) -> Iterator[frozenset[int]]:
+    """Block ids that a request's tables list, and what copies queued for it keep, by group.
+
+    A copy is for whoever lists its target; that of an own tail is listed by nobody, and its source
+    is.
+    """
+    copies = [tuple(block.block_id for block in pair) for pair in pool.pending_copies()]
+    if not copies:
+        yield from tables
+        return
+    everywhere = frozenset().union(*(t for other in pool.requests for t in pool.held(other)))
+    for listed in tables:
+        mine = (
+            (source, target)
+            for source, target in copies
+            if target in listed or (source in listed and target not in everywhere)
+        )
+        yield listed.union(*mine)
 
 
 CHECKS: tuple[Check, ...] = (conservation, live_state, estimates, peak)

@@ -102,24 +102,6 @@ RELATIONS: dict[str, Relation] = {
         "removal_of_skipped_blocks_leaves_the_running_state_in_place",
         (_COMPLETED, "assert step.removal_kept_state"),
     ),
-    "admission-keeps-reserve": Relation(
-        "step_leaves_free_what_is_reserved",
-        (
-            "# The estimate was free, and four blocks that are reserved for others.",
-            _COMPLETED,
-            "assert step.drawn <= max(step.estimate, 0)",
-        ),
-        "last_of(request, steps, exactly_the_estimate=True, reserved_blocks=4)",
-    ),
-    "admission-fits-whole": Relation(
-        "request_is_let_pass_exactly_where_what_the_gate_asks_for_is_free",
-        (
-            "# The estimate was free, and four blocks that are reserved, which the gate may count.",
-            _COMPLETED,
-            "assert step.refused == (step.gate > max(step.estimate, 0) + 4)",
-        ),
-        "last_of(request, steps, exactly_the_estimate=True, reserved_blocks=4)",
-    ),
     "live-state-kept": Relation(
         "state_that_the_step_starts_from_stays_where_it_is_read",
         (_COMPLETED, "assert step.state_is_in_place"),
@@ -146,6 +128,24 @@ RELATIONS: dict[str, Relation] = {
     "eventually-admitted": Relation(
         "request_that_has_what_is_reserved_to_itself_is_let_pass",
         (_COMPLETED, "assert step.held_before + step.estimate <= step.reserved_at_startup"),
+    ),
+    "admission-keeps-reserve": Relation(
+        "step_leaves_free_what_is_reserved",
+        (
+            "# The estimate was free, and four blocks that are reserved for others.",
+            _COMPLETED,
+            "assert step.drawn <= max(step.estimate, 0)",
+        ),
+        "last_of(request, steps, exactly_the_estimate=True, reserved_blocks=4)",
+    ),
+    "admission-fits-whole": Relation(
+        "request_is_let_pass_exactly_where_what_the_gate_asks_for_is_free",
+        (
+            "# The estimate was free, and four blocks that are reserved, which the gate may count.",
+            _COMPLETED,
+            "assert step.refused == (step.gate > max(step.estimate, 0) + 4)",
+        ),
+        "last_of(request, steps, exactly_the_estimate=True, reserved_blocks=4)",
     ),
     "gate-covers-first-step": Relation(
         "gate_asks_for_at_least_what_the_first_step_draws",

@@ -257,11 +257,14 @@ def test_a_selection_falls_into_kinds_of_step() -> None:
 
 def test_theorems_about_the_gate_are_a_part_of_their_own() -> None:
     """They are about steps that are explored anew, with the gate asked before."""
-    first, gate, running = Selection(kinds=(KINDS[0], KINDS[2])).parts()
+    first, gate, running, later = Selection(kinds=(KINDS[0], KINDS[2])).parts()
 
-    assert (first.kinds, gate.kinds, running.kinds) == (KINDS[:1], KINDS[:1], KINDS[2:3])
+    assert (first.kinds, gate.kinds) == (KINDS[:1], KINDS[:1])
+    assert (running.kinds, later.kinds) == (KINDS[2:3], KINDS[2:3])
     assert gate.theorems == ("admission-fits-whole", "gate-covers-first-step")
-    assert set(first.theorems + gate.theorems) == set(running.theorems) == set(THEOREMS)
+    assert later.theorems == ("gate-covers-lifetime",)
+    assert set(first.theorems + gate.theorems) == set(THEOREMS)
+    assert set(running.theorems + later.theorems) == set(THEOREMS)
     assert first.managers == gate.managers == tuple(MANAGERS)
 
 
