@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 PROVE := $(VENV)/.prove
 TEST := $(VENV)/.test
+FAULT := vllm==0.30.0
 NEWEST := vllm==0.33.0
 
 .DEFAULT_GOAL := help
@@ -35,11 +36,11 @@ conformance: $(TEST) ## run generated_tests/ on the real managers, both tiers
 	$(BIN)/capproof conform --tier vllm -- -n logical
 
 # The tests find the verdicts that `prove` keeps, and see that `generated_tests/` is current.
-# `make conformance` runs the vllm tier on the other default targets as well.
+# `make conformance` runs both tiers on all default targets.
 test: check ## everything that CI runs
 	$(BIN)/capproof prove
 	$(BIN)/python -m pytest -n logical
-	$(BIN)/capproof conform --tier core -- -n logical
+	$(BIN)/capproof conform --tier core --target $(FAULT) --target $(NEWEST) -- -n logical
 	$(BIN)/capproof conform --tier vllm --target $(NEWEST) -- -n logical
 
 coverage: $(TEST) ## lines and branches that the tests reach

@@ -493,10 +493,10 @@ def _least_reachable(obligation: Obligation, tree: LiftedTree) -> Situation | No
     return None
 
 
-def _explorations_of(obligation: Obligation, tree: LiftedTree) -> list[Exploration]:
+def _explorations_of(obligation: Obligation, tree: LiftedTree) -> Iterable[Exploration]:
     theorem = THEOREMS[obligation.theorem]
     kind = obligation.manager, obligation.family, obligation.tags
-    return [*explorations_for(tree, *kind, theorem)]
+    return explorations_for(tree, *kind, theorem)
 
 
 def refutation_at_production_sizes(

@@ -87,8 +87,8 @@ class LiftedTree:
         *,
         asks: Asks = Asks.STEP,
         manager: str = "mamba-align",
-    ) -> list[Exploration]:
-        """Return all paths of a family, in all settings; a removal is the same in each.
+    ) -> Iterator[Exploration]:
+        """Yield all paths of a family, setting by setting; a removal is the same in each.
 
         Where a coordinator adds up groups, each number of groups is a setting.
 
@@ -96,11 +96,9 @@ class LiftedTree:
             NotUnderstood: The lifter does not understand the code.
         """
         is_removal = asks is Asks.REMOVAL
-        return [
-            self.exploration(family, tags, variant, asks=asks, num_mamba_groups=number)
-            for variant in ((Variant(),) if is_removal else variants_of(self.traits, family))
-            for number in MAMBA_GROUPS_OF[manager]
-        ]
+        for variant in (Variant(),) if is_removal else variants_of(self.traits, family):
+            for number in MAMBA_GROUPS_OF[manager]:
+                yield self.exploration(family, tags, variant, asks=asks, num_mamba_groups=number)
 
     def explorations(self) -> Iterator[tuple[str, tuple[str, ...], Variant, Exploration]]:
         """Yield family, tags, setting and paths of everything that has obligations here."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, Protocol, TypeVar
@@ -78,8 +79,8 @@ class Explorer(Protocol):
         *,
         asks: Asks = Asks.STEP,
         manager: str = "mamba-align",
-    ) -> Sequence[Exploration]:
-        """Return all paths of a family, in all settings."""
+    ) -> Iterable[Exploration]:
+        """Yield all paths of a family, setting by setting."""
 
 
 class Verdict(Enum):
@@ -121,7 +122,7 @@ class Obligation:
     Attributes:
         manager: Slug.
         assumptions: What a proof used (its unsat core), else all that were in force.
-        seconds: Time spent, its share of the exploration included.
+        seconds: Time spent, and on exploring, where no theorem before it needed that.
         reason: Why there is no verdict, or None.
     """
 
@@ -194,8 +195,8 @@ def _of_manager(
 
 def explorations_for(
     tree: Explorer, manager: str, family: str, tags: tuple[str, ...], theorem: Theorem
-) -> Sequence[Exploration]:
-    """Return all paths of what a theorem is about.
+) -> Iterable[Exploration]:
+    """Return all paths of what a theorem is about, setting by setting.
 
     Raises:
         NotUnderstood: The lifter does not understand the code.
@@ -212,51 +213,77 @@ def _of_family(
 ) -> Iterator[Obligation]:
     if not theorems:
         return
-    started = time.perf_counter()
     scope = scope_of(tree.traits, manager)
-    try:
-        explorations = explorations_for(tree, manager, family, tags, theorems[0])
-    except NotUnderstood as error:
-        share = (time.perf_counter() - started) / len(theorems)
-        solver_gave_up = isinstance(error, MaybeMissingPaths)
-        verdict = Verdict.UNKNOWN if solver_gave_up else Verdict.UNSUPPORTED
-        for theorem in theorems:
-            yield Obligation(
-                manager,
-                family,
-                tags,
-                theorem.slug,
-                verdict,
-                (),
-                share,
-                reason=str(error),
-                scope=scope,
-            )
-        return
-    share = (time.perf_counter() - started) / len(theorems)
-    provers = [Prover(exploration) for exploration in explorations]
+    provers = _Provers(explorations_for(tree, manager, family, tags, theorems[0]))
     for theorem in theorems:
         started = time.perf_counter()
-        parts = []
-        for prover in provers:
-            parts.append(prover.settle(theorem))
-            if parts[-1].verdict is Verdict.REFUTED:
-                break
-        worst = min(_settled(parts), key=lambda part: _WORST_FIRST.index(part.verdict))
-        used = dict.fromkeys(slug for part in parts for slug in part.assumptions)
+        try:
+            part = _over_all(provers, theorem)
+        except NotUnderstood as error:
+            solver_gave_up = isinstance(error, MaybeMissingPaths)
+            verdict = Verdict.UNKNOWN if solver_gave_up else Verdict.UNSUPPORTED
+            part = _Part(verdict, (), reason=str(error))
         yield Obligation(
             manager,
             family,
             tags,
             theorem.slug,
-            worst.verdict,
-            tuple(used),
-            share + time.perf_counter() - started,
-            worst.counterexample,
-            worst.reason,
+            part.verdict,
+            part.assumptions,
+            time.perf_counter() - started,
+            part.counterexample,
+            part.reason,
             scope=scope,
-            num_paths=sum(len(exploration.paths) for exploration in explorations),
+            num_paths=provers.num_paths,
         )
+
+
+class _Provers:
+    """A prover for each setting, explored when it is first asked for."""
+
+    def __init__(self, explorations: Iterable[Exploration]) -> None:
+        self._left = iter(explorations)
+        self._found: list[Prover] = []
+        self._error: NotUnderstood | None = None
+
+    def __iter__(self) -> Iterator[Prover]:
+        for number in itertools.count():
+            if number == len(self._found) and not self._explores_another():
+                return
+            yield self._found[number]
+
+    def _explores_another(self) -> bool:
+        if self._error is not None:
+            raise self._error
+        try:
+            found = next(self._left, None)
+        except NotUnderstood as error:
+            self._error = error
+            raise
+        if found is not None:
+            self._found.append(Prover(found))
+        return found is not None
+
+    @property
+    def num_paths(self) -> int:
+        """Paths of the settings that were asked for."""
+        return sum(len(prover.exploration.paths) for prover in self._found)
+
+
+def _over_all(provers: Iterable[Prover], theorem: Theorem) -> _Part:
+    """The worst verdict over all settings; the first refutation is enough.
+
+    Raises:
+        NotUnderstood: The lifter does not understand the code in a setting that was asked for.
+    """
+    parts = []
+    for prover in provers:
+        parts.append(prover.settle(theorem))
+        if parts[-1].verdict is Verdict.REFUTED:
+            break
+    worst = min(_settled(parts), key=lambda part: _WORST_FIRST.index(part.verdict))
+    used = dict.fromkeys(slug for part in parts for slug in part.assumptions)
+    return replace(worst, assumptions=tuple(used))
 
 
 def scope_of(traits: Traits, manager: str = "mamba-align") -> str:

@@ -345,7 +345,7 @@ DECODING_STAYS_IN_A_BLOCK = Assumption(
     "A decoding step computes at most 1 + S tokens, no more than a block holds, and at most S are "
     "taken back.",
     "v1/core/sched/scheduler.py, Scheduler.schedule adds at most num_spec_tokens drafts to one "
-    "token, of which Scheduler._update_request_with_output takes back those rejected; "
+    "token, of which Scheduler.update_from_output takes back those rejected; "
     "platforms/interface.py, Platform._align_hybrid_block_size makes block_size a multiple of the "
     "attention backend's, 16 tokens or more",
     lambda s: implies(

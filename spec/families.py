@@ -77,7 +77,7 @@ def is_overwide(s: Situation) -> BoolLike:
     """Return whether the table is longer than the computed tokens require.
 
     Rejected drafts, and a parked load of which not everything counts, leave such tables.
-    Source: `vllm/v1/core/sched/scheduler.py`, `Scheduler._update_request_with_output`,
+    Source: `vllm/v1/core/sched/scheduler.py`, `Scheduler.update_from_output`,
     `Scheduler._update_waiting_for_remote_kv`.
     """
     columns = cdiv(s.call.total_computed_tokens, s.geometry.block_size)
