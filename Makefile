@@ -36,18 +36,20 @@ conformance: $(TEST) ## run generated_tests/ on the real managers, both tiers
 	$(BIN)/capproof conform --tier vllm -- -n logical
 
 # The tests find the verdicts that `prove` keeps, and see that `generated_tests/` is current.
-# `make conformance` runs both tiers on all default targets.
+# The core tier runs 0.30.0, the vllm tier the newest release; `make conformance` runs both tiers on
+# all default targets.
 test: check ## everything that CI runs
 	$(BIN)/capproof prove
 	$(BIN)/python -m pytest -n logical
-	$(BIN)/capproof conform --tier core --target $(FAULT) --target $(NEWEST) -- -n logical
+	$(BIN)/capproof conform --tier core --target $(FAULT) -- -n logical
 	$(BIN)/capproof conform --tier vllm --target $(NEWEST) -- -n logical
 
 coverage: $(TEST) ## lines and branches that the tests reach
 	$(BIN)/python -m pytest -n logical --cov --cov-report=term
 
 selfcheck: $(TEST) ## lifted and real code, and workloads, on every known release
-	CAPPROOF_ALL_RELEASES=1 $(BIN)/python -m pytest -n logical tests/test_lift.py tests/test_engine.py
+	CAPPROOF_ALL_RELEASES=1 $(BIN)/python -m pytest -n logical \
+	  tests/test_lift.py tests/test_engine.py tests/test_groups.py tests/test_generate.py
 
 check: $(TEST) ## ruff and mypy
 	$(BIN)/ruff check

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -21,8 +22,10 @@ from spec.theorems import OBLIGATIONS, THEOREMS, Asks
 COORDINATOR_FILE = "vllm/v1/core/kv_cache_coordinator.py"
 KV_CACHE_MANAGER_FILE = "vllm/v1/core/kv_cache_manager.py"
 NEWEST = "0.33.0"
-#: Each shape of the coordinator's calls is one.
-SHOWN = ("0.24.0", "0.26.0", "0.29.0", "0.31.0", NEWEST)
+#: The first and the newest release; `make selfcheck` takes one of each shape of the calls.
+SHOWN = ("0.24.0", NEWEST)
+if os.environ.get("CAPPROOF_ALL_RELEASES"):
+    SHOWN = ("0.24.0", "0.26.0", "0.29.0", "0.31.0", NEWEST)
 
 CopyCore = Callable[..., Path]
 

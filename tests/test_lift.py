@@ -58,8 +58,8 @@ def has_kind(release: str, kind: Kind) -> bool:
     return (not starts_inside or minor >= 26) and (not keeps_checkpoint or minor >= 29)
 
 
-#: One release of each shape that the accounting had; `make selfcheck` takes all.
-SAMPLE = ("0.27.0", "0.29.0", "0.33.0")
+#: The release whose accounting is its own, and the newest; `make selfcheck` takes all.
+SAMPLE = ("0.29.0", "0.33.0")
 CHECKED = RELEASES if os.environ.get("CAPPROOF_ALL_RELEASES") else SAMPLE
 KINDS_OF_RELEASES = [
     (release, kind) for release in CHECKED for kind in OBLIGATIONS if has_kind(release, kind)
