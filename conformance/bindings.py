@@ -47,6 +47,9 @@ CACHE_PARTIAL_TAIL = "_cache_partial_tail_block"
 #: Private attribute of a manager that holds a request's partial block to copy on write.
 PARTIAL_HITS = "_partial_hit_reqs"
 
+#: Private attribute of a manager that holds copies on write, source and target, until they are run.
+QUEUED_COPIES = "_pending_cow_copies"
+
 #: Private attribute of a manager that holds the column to free next, by request.
 COLUMN_TO_RETIRE = "last_state_block_idx"
 

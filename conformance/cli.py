@@ -63,6 +63,11 @@ _tier_option = click.option(
 )
 
 
+_no_cache_option = click.option(
+    "--no-cache", is_flag=True, help="Prove again even if nothing changed."
+)
+
+
 @click.group(no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="capproof", prog_name="capproof")
 def cli() -> None:
@@ -77,7 +82,7 @@ def cli() -> None:
 @click.option("--theorem", "theorems", multiple=True, metavar="SLUG", help="Default: all.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write verdicts.")
 @click.option("--matrix", type=click.Path(path_type=Path), help="Also write a page of tables.")
-@click.option("--no-cache", is_flag=True, help="Prove again even if nothing changed.")
+@_no_cache_option
 @click.option(
     "--crosscheck",
     is_flag=True,
@@ -110,9 +115,7 @@ def prove(
     trees = _resolved(targets or DEFAULT_TARGETS)
     baseline = _resolved((against,))[0] if against else None
     wanted = [*trees, *([baseline] if baseline and baseline not in trees else [])]
-    rows = _settle_all(
-        wanted, selection, reads_cache=not no_cache, writes_cache=not no_cache, jobs=jobs
-    )
+    rows = _settle_all(wanted, selection, use_cache=not no_cache, jobs=jobs)
     differences = None
     if baseline is not None:
         rows = _expecting(rows, baseline.target, {tree.target for tree in trees})
@@ -143,7 +146,10 @@ def prove(
 )
 @click.option("--against", metavar="T", help="Expect a checkout to have this target's faults.")
 @click.option("--check", is_flag=True, help="Write nothing; fail where the folder is not current.")
-def gen_tests(targets: tuple[str, ...], out: Path, against: str | None, check: bool) -> int:
+@_no_cache_option
+def gen_tests(
+    targets: tuple[str, ...], out: Path, against: str | None, check: bool, no_cache: bool
+) -> int:
     """Write the generated tests, or check that the committed ones are current.
 
     A test of what a target is not expected to break fails; of a known fault, it is a strict xfail.
@@ -152,11 +158,10 @@ def gen_tests(targets: tuple[str, ...], out: Path, against: str | None, check: b
     from conformance.obligations import Selection
 
     console = _console()
-    jobs = os.cpu_count() or 1
     with _cannot_run_on(writing.GenTestsError):
         if not check:
             trees = _resolved(targets or DEFAULT_TARGETS)
-            rows = _settle_all(trees, Selection(), reads_cache=True, writes_cache=True, jobs=jobs)
+            rows = _settle_all(trees, Selection(), use_cache=not no_cache)
             found = {
                 tree.target: [row for row in rows if row["target"] == tree.target] for tree in trees
             }
@@ -167,7 +172,7 @@ def gen_tests(targets: tuple[str, ...], out: Path, against: str | None, check: b
             return _show_surprises(console, found, against)
         differences = writing.check_rendering(out)
         trees = _resolved(targets or writing.committed_targets(out))
-        rows = _settle_all(trees, Selection(), reads_cache=False, writes_cache=True, jobs=jobs)
+        rows = _settle_all(trees, Selection(), use_cache=not no_cache)
         with _progress(), _ctrl_c_ends_at_once():
             differences += writing.check_verdicts(out, rows)
             differences += writing.check_scenarios(out, trees, rows)
@@ -558,7 +563,7 @@ def _resolved(targets: Sequence[str]) -> list[Tree]:
 
 
 def _settle_all(
-    trees: Sequence[Tree], selection: Any, *, reads_cache: bool, writes_cache: bool, jobs: int
+    trees: Sequence[Tree], selection: Any, *, use_cache: bool, jobs: int = os.cpu_count() or 1
 ) -> list[dict[str, Any]]:
     """Return the rows of all targets in the catalogue's order, kept ones where there are any."""
     from conformance.obligations import keep, settle, settled_by_part
@@ -566,9 +571,9 @@ def _settle_all(
     found = {
         (tree, part): rows
         for tree in trees
-        for part, rows in settled_by_part(tree, selection, use_cache=reads_cache).items()
+        for part, rows in settled_by_part(tree, selection, use_cache=use_cache).items()
     }
-    _complete(found, partial(settle, use_cache=False), keep if writes_cache else None, jobs)
+    _complete(found, partial(settle, use_cache=False), keep if use_cache else None, jobs)
     return [row for rows in found.values() for row in rows or ()]
 
 

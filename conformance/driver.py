@@ -114,8 +114,8 @@ class Driver:
         """
         if self._group_bindings is None:
             self._group_bindings = bind_groups(self._modules)
-        spec, _ = self._spec(setting.geometry)
-        return SharedPool(self.bindings, self._group_bindings, setting, spec, checks, self._most)
+        bindings = self.bindings, self._group_bindings
+        return SharedPool(*bindings, setting, *self._spec(setting.geometry), checks, self._most)
 
     def _spec(self, geometry: Geometry) -> tuple[Any, int]:
         """The spec of a Mamba group, and the blocks that its start-up sizing reserves."""

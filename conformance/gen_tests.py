@@ -195,14 +195,14 @@ def _committed_scenarios(out: Path) -> dict[str, list[Scenario]]:
 
 
 def check_verdicts(out: Path, rows: Iterable[Row]) -> list[Difference]:
-    """Return where solving again gave another verdict than the committed one."""
+    """Return where a verdict is another than the committed one."""
     by_target: dict[str, list[Row]] = {}
     for row in rows:
         by_target.setdefault(row["target"], []).append(row)
     solved = {target: _by_family(found) for target, found in by_target.items()}
     committed = _committed(out)["verdicts"]
     return [
-        Difference(f"{target} {family} {theorem}: committed {before}, solved again {now}")
+        Difference(f"{target} {family} {theorem}: committed {before}, now {now}")
         for target in solved
         for family, theorem, before, now in _changes(committed.get(target, {}), solved[target])
         if before != now

@@ -42,6 +42,7 @@ from spec.families import (
     tags_of,
 )
 from spec.logic import cdiv, choose, count, negation
+from spec.states import running_column
 from spec.theorems import ABOUT_HELD, THEOREMS, manager_of
 from spec.vocabulary import Call, Geometry, Situation, Step
 
@@ -75,6 +76,8 @@ _ORDER = (
     "num_computed_tokens",
     "num_tokens_main_model",
     "num_tokens",
+    "prefill_length",
+    "num_request_tokens",
 )
 #: The same for a scenario that no size is given for.
 _SIZES_FIRST = ("block_size", "hash_block_size", "prefill_checkpoint_alignment", *_ORDER)
@@ -95,6 +98,8 @@ _LONGEST = (
     "num_hit_blocks",
     "num_local_computed_tokens",
     "num_computed_tokens",
+    "prefill_length",
+    "num_request_tokens",
 )
 
 
@@ -534,8 +539,7 @@ def request_in(scenario: Scenario) -> Request:
         before = []
     first, call = (before or [last])[0], last.call
     is_sparse, decodes = call.prefill_end > 0, last.prefill_length < call.num_tokens_main_model
-    num_request_tokens = (before or [last])[0].num_request_tokens
-    asks_gate = num_request_tokens > 0
+    asks_gate = first.num_request_tokens > 0
     covered = before[-1].call.num_tokens_main_model if before else 0
     computed = call.total_computed_tokens if before else 0
     return Request(
@@ -556,7 +560,7 @@ def request_in(scenario: Scenario) -> Request:
         ),
         num_computed_tokens=computed if computed != covered else 0,
         owns_partial_tail=last.owns_partial_tail,
-        num_request_tokens=num_request_tokens,
+        num_request_tokens=first.num_request_tokens,
         num_mamba_groups=scenario.num_mamba_groups,
     )
 
@@ -705,8 +709,7 @@ def _is_reached(exploration: Exploration) -> Any:
 def _checkpoint_column_is_left(situation: Situation) -> Any:
     """Of the columns before the running state the last steps hold a checkpoint and a tail only."""
     geometry, column = situation.geometry, checkpoint_column(situation)
-    first_held = situation.table_length - 1 - geometry.num_speculative_blocks
-    held = column >= first_held - count(situation.has_left_over_checkpoint)
+    held = column >= running_column(situation) - count(situation.has_left_over_checkpoint)
     if situation.owns_partial_tail is True:
         tail = cdiv(situation.call.total_computed_tokens, geometry.block_size) - 1
         held = held | (column == tail)
@@ -720,7 +723,7 @@ def _record_is_left(situation: Situation) -> Any:
     column = term.int_var("column_to_retire_before", 0)
     if situation.parked is True:
         recorded = situation.geometry.num_speculative_blocks > 0
-        where = situation.table_length - 1 - situation.geometry.num_speculative_blocks
+        where = running_column(situation)
     else:
         recorded = is_overwide(situation) & situation.owns_partial_tail
         where = cdiv(situation.call.total_computed_tokens, situation.geometry.block_size) - 1

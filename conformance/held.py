@@ -6,17 +6,12 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
+from conformance.bindings import QUEUED_COPIES
 from spec.families import adopts_hit, adopts_partial_hit
 from spec.states import column_read, may_be_held, running_column
 from spec.vocabulary import Situation
-
-#: Private attribute of a manager that holds copies on write: source and target, until they are run.
-QUEUED_COPIES = "_pending_cow_copies"
-
-_is_null = attrgetter("is_null")
 
 
 def held_by_column(table: Iterable[Any]) -> dict[int, Any]:

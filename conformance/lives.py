@@ -12,7 +12,14 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from conformance.bindings import BindingError, Bindings, DriverError, accepted_arguments, taken
+from conformance.bindings import (
+    QUEUED_COPIES,
+    BindingError,
+    Bindings,
+    DriverError,
+    accepted_arguments,
+    taken,
+)
 from conformance.group_bindings import ALLOCATE_ARGUMENTS, GroupBindings, watching_estimates
 from conformance.life_checks import (
     Check,
@@ -25,7 +32,6 @@ from conformance.life_checks import (
 from conformance.life_scheduler import SchedulerStandIn, scheduler_text
 from conformance.life_shadow import ATTENTION_GROUP, Chunk, Shadow, StateLost, Tokens, WorkerRow
 from models.loader import PlaceholderUsed
-from models.sizing import reserved_at_startup
 from spec.families import checkpoint_position, reserves_checkpoint
 from spec.logic import cdiv
 from spec.vocabulary import Call, Geometry, Situation
@@ -210,6 +216,7 @@ class SharedPool:
         group_bindings: Of the tree.
         setting: What is fixed.
         mamba_spec: What `Bindings.new_spec` returns for the geometry.
+        reserved_at_startup: Blocks that the start-up sizing reserves for one request of the spec.
         checks: What is checked after every rule.
         most: Blocks that requests hold at most; filled by pools of the tree as they need it.
         num_gpu_blocks: Pool size, where it is another than the setting's.
@@ -221,6 +228,7 @@ class SharedPool:
         group_bindings: GroupBindings,
         setting: Setting,
         mamba_spec: Any,
+        reserved_at_startup: int,
         checks: Sequence[Check],
         most: dict[Any, int],
         num_gpu_blocks: int | None = None,
@@ -235,8 +243,8 @@ class SharedPool:
         for manager in self.managers[FIRST_MAMBA_GROUP:]:
             bindings.set_as_coordinator_does(g, manager)
         self._statuses = group_bindings.statuses
-        self._rebuild = (bindings, group_bindings, mamba_spec)
-        self.reserved_at_startup = reserved_at_startup(mamba_spec)
+        self._rebuild = (bindings, group_bindings, mamba_spec, reserved_at_startup)
+        self.reserved_at_startup = reserved_at_startup
         """Blocks that the start-up sizing reserves for one request in one Mamba group."""
         self._text = scheduler_text(group_bindings.file)
         self._scheduler = SchedulerStandIn(
@@ -557,11 +565,11 @@ class SharedPool:
         return known
 
     def _held_alone(self, plan: Plan, num_external_tokens: int) -> int:
-        bindings, group_bindings, spec = self._rebuild
         alone = replace(self.setting, plans=(plan,))
         columns = cdiv(plan.num_prompt_tokens + plan.max_tokens, self.geometry.block_size)
         large = 8 + (columns + 4 + self.geometry.num_speculative_blocks) * len(self.managers)
-        pool = SharedPool(bindings, group_bindings, alone, spec, (), {}, large)
+        bindings, group_bindings, *of_spec = self._rebuild
+        pool = SharedPool(bindings, group_bindings, alone, *of_spec, (), {}, large)
         rule = Rule("admit", 0, self.setting.max_num_scheduled_tokens, num_external_tokens, True)
         if num_external_tokens:
             pool._checked(rule)
@@ -577,7 +585,7 @@ class SharedPool:
 
     def pending_copies(self) -> list[tuple[Any, Any]]:
         """Copies on write that the step will run: source and destination."""
-        pairs = (getattr(manager, "_pending_cow_copies", ()) for manager in self.managers)
+        pairs = (getattr(manager, QUEUED_COPIES, ()) for manager in self.managers)
         return [pair for found in pairs for pair in found]
 
     # ---- parts -----------------------------------------------------------------------------------

@@ -15,11 +15,12 @@ from conformance.bindings import (
     HAS_PARTIAL_HIT,
     PARTIAL_HITS,
     PENDING_CHECKPOINTS,
+    QUEUED_COPIES,
     BindingError,
     Bindings,
     DriverError,
 )
-from conformance.held import QUEUED_COPIES, Found, held_by_column, kept_by
+from conformance.held import Found, held_by_column, kept_by
 from conformance.pools import PoolShelf, block_id, hash_map_ids, ref_cnt
 from models.loader import PlaceholderUsed
 from spec.vocabulary import Call, Geometry, Situation, Step

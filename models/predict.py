@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from models.prove import in_numbers
 from models.traits import Traits, traits_of
 from spec.families import family_of, is_overwide, reserves_checkpoint
 from spec.logic import cdiv, greatest
+from spec.states import column_of_last_token, running_column
 from spec.theorems import (
     ADMISSIONS,
     LATER_PREFILLS,
@@ -141,17 +142,19 @@ class LiftedTree:
         path = summary_of(exploration, values)
         if path is None:
             return None
-        step = in_numbers(path.step, Evaluator(values))
-        columns = _columns_that_may_be_left(situation)
-        left = (Evaluator({**values, SOME_COLUMN: column}) for column in columns)
-        held_well = all(each.truth(path.step.only_states_are_held) for each in left)
-        return replace(step, only_states_are_held=held_well)
+        return step_in_numbers(path.step, values, _columns_that_may_be_left(situation))
+
+
+def step_in_numbers(step: Step, values: Mapping[str, Any], columns: Iterable[int]) -> Step:
+    """Return a step under an assignment; what is claimed of any column holds in each of these."""
+    each = (Evaluator({**values, SOME_COLUMN: column}) for column in columns)
+    held_well = all(evaluator.truth(step.only_states_are_held) for evaluator in each)
+    return replace(in_numbers(step, Evaluator(values)), only_states_are_held=held_well)
 
 
 def _columns_that_may_be_left(situation: Situation) -> range:
     """Columns that a claim about any column is looked at in: the others were null before."""
-    speculative = situation.geometry.num_speculative_blocks
-    first = max(situation.table_length - 2 - speculative, 0)
+    first = max(running_column(situation) - 1, 0)
     return range(first, max(situation.table_length, first + 1))
 
 
@@ -193,10 +196,8 @@ class _Columns(dict[int, int]):
 
     def __init__(self, situation: Situation, *, checkpoint_before: bool) -> None:
         super().__init__()
-        geometry = situation.geometry
-        self._first_held = situation.table_length - 1 - geometry.num_speculative_blocks
-        self._first_held -= checkpoint_before
-        self._tail = cdiv(situation.call.total_computed_tokens, geometry.block_size) - 1
+        self._first_held = running_column(situation) - checkpoint_before
+        self._tail = column_of_last_token(situation)
         self._has_tail = situation.owns_partial_tail
 
     def get(self, column: int, default: Any = 1) -> Any:

@@ -345,7 +345,7 @@ class Prover:
         """
         supposed = tuple(assumption.slug for assumption in theorem.premises)
         in_force = (*self._with_built_in(self.exploration.assumptions), *supposed)
-        result = self._found_before(theorem) or self._question.ask(self.violation(theorem))
+        result = self._found_before(theorem) or self._look_for(theorem)
         reason = result.reason or ""
         if result.answer is smt.Answer.UNKNOWN:
             bounded = self._question.ask(self.violation(theorem), *self._small_sizes())
@@ -365,6 +365,23 @@ class Prover:
             return _Part(Verdict.VACUOUS, in_force, reason="no step shows the theorem's witness")
         used = (*self._with_built_in((*self.exploration.core, *result.core)), *supposed)
         return _Part(Verdict.PROVED, used)
+
+    def _look_for(self, theorem: Theorem) -> smt.Result:
+        """Ask for a step that breaks the claim."""
+        violation = self.violation(theorem)
+        if not theorem.each_s_apart:
+            return self._question.ask(violation)
+        number = self.exploration.situation.geometry.num_speculative_blocks
+        apart = [number == one for one in SPECULATIVE_BLOCKS]
+        others = term.negation(term.disjunction(apart))
+        results = []
+        for part in (*apart, others):
+            results.append(self._question.ask(part, violation))
+            if results[-1].answer is smt.Answer.SAT:
+                return results[-1]
+        unknown = (result for result in results if result.answer is smt.Answer.UNKNOWN)
+        core = dict.fromkeys(slug for result in results for slug in result.core)
+        return next(unknown, smt.Result(smt.Answer.UNSAT, core=tuple(core)))
 
     def _found_before(self, theorem: Theorem) -> smt.Result | None:
         """A counterexample of another theorem that breaks this one too, to begin with."""

@@ -19,12 +19,11 @@ from models.term import ATOMS, Bool, BoolLike, Int, IntLike
 
 #: Solver steps (not seconds) per question, so that an answer does not depend on the machine.
 RESOURCE_LIMIT = 30_000_000
-#: Seconds per attempt, many times what those steps take: the solver now and then runs on in a place
-#: where it counts none. Such an attempt ends like one that is out of steps.
-TIME_LIMIT = 300
-#: Seeds of solvers that are asked anew where one gives up. What it learned from earlier questions
-#: leads it astray now and then, and on what depends on names that do not matter.
-RETRIES = (1, 2)
+#: Seconds per attempt, by seed. What the solver learned from earlier questions leads it astray now
+#: and then, and so does what depends on names that do not matter: into places where it runs on and
+#: counts no steps. So the first attempt may take many times what most questions take and no more,
+#: and those after it, each by a solver of its own, longer.
+ATTEMPTS = {0: 5.0, 1: 60.0, 2: 300.0}
 LOGIC = "QF_UFNIA"
 SOLVER_VERSION = z3.get_version_string()
 
@@ -97,7 +96,7 @@ class Question:
     def _check(self, formulas: tuple[BoolLike, ...]) -> Result:
         solver = self._solver
         answer = solver.check(*self._labels.values())
-        for seed in RETRIES:
+        for seed in list(ATTEMPTS)[1:]:
             if answer != z3.unknown:
                 break
             solver = _solver(seed)
@@ -108,10 +107,9 @@ class Question:
             core = tuple(name for name, label in self._labels.items() if str(label) in used)
             return Result(Answer.UNSAT, core=core)
         if answer == z3.unknown:
-            attempts = (
-                f"{RESOURCE_LIMIT:,} solver steps or {TIME_LIMIT} s, {1 + len(RETRIES)} attempts"
-            )
-            reason = f"{solver.reason_unknown()} (budget: {attempts})"
+            seconds = ", ".join(f"{limit:g}" for limit in ATTEMPTS.values())
+            budget = f"{RESOURCE_LIMIT:,} solver steps, attempts of {seconds} s"
+            reason = f"{solver.reason_unknown()} (budget: {budget})"
             return Result(Answer.UNKNOWN, reason=reason)
         values = self._encoder.values(solver.model())
         evaluator = Evaluator(values)
@@ -154,7 +152,7 @@ class Question:
 def _solver(seed: int = 0) -> z3.Solver:
     solver = z3.SolverFor(LOGIC)
     solver.set("rlimit", RESOURCE_LIMIT)
-    solver.set("timeout", int(TIME_LIMIT * 1000))
+    solver.set("timeout", int(ATTEMPTS[seed] * 1000))
     # Groebner bases cost more than they find here: the order of quotients is said outright.
     solver.set("arith.nl.grobner", False)
     if seed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -230,9 +229,9 @@ class StepRun(ManagerRun):
     ) -> None:
         self._core = core
         self._found_hit: Block | None = None
-        self._spec = _spec(core, situation.geometry)
+        spec = _spec(core, situation.geometry)
         super().__init__(
-            core, traits, situation, kind="MambaManager", spec=self._spec, asks_gate=asks_gate
+            core, traits, situation, kind="MambaManager", spec=spec, asks_gate=asks_gate
         )
         if situation.preempted is True:
             self._admit(parked=False)
@@ -290,7 +289,7 @@ class StepRun(ManagerRun):
             drawn_are_held=drawn_are_held(situation, before, table, self.pool, copies),
             held_before=kept,
             held=kept + self.pool.drawn + self.pool.adopted,
-            reserved_at_startup=reserved_at_startup(self._spec),
+            reserved_at_startup=reserved_at_startup(self.manager.kv_cache_spec),
         )
 
     def later_step(self) -> Step:
@@ -298,15 +297,12 @@ class StepRun(ManagerRun):
 
         A manager that knows nothing of it is asked then.
         """
-        whole = self.situation.num_request_tokens
-        unknown = replace(
-            self.situation, call=Call(whole, whole, 0, 0), table_length=0, was_parked=False
+        s = self.situation
+        whole = Call(s.num_request_tokens, s.num_request_tokens, 0, 0, s.call.prefill_end)
+        unknown = Situation(s.geometry, whole, table_length=0, prefill_length=s.prefill_length)
+        gate = StepRun(self._core, self._traits, unknown)._estimate(
+            whole, Table.of_runs(), dry=True
         )
-        unknown = replace(unknown, has_left_over_checkpoint=False, owns_partial_tail=False)
-        end = self.situation.call.prefill_end
-        call = replace(unknown.call, prefill_end=end)
-        admission = StepRun(self._core, self._traits, replace(unknown, call=call))
-        gate = admission._estimate(call, Table.of_runs(), dry=True)
         return replace(self.step(), gate=gate)
 
     def removal(self) -> Step:
@@ -518,11 +514,7 @@ def _are_columns(returned: Table, table: Table, first: IntLike) -> BoolLike:
 
 
 def _no_block_is_twice(situation: Situation, table: Table) -> BoolLike:
-    """Whether any two columns hold different blocks, if any two of the table before did.
-
-    The premise is said of the columns that the two may come from: themselves, and the speculative
-    blocks, which move.
-    """
+    """Whether any two columns hold different blocks, if any two of the table before did."""
     first, second = term.int_var("first_column", 0), term.int_var("second_column", 0)
     a, b = table.column(first), table.column(second)
     differ = term.disjunction((a.is_null, term.negation(a.is_same_block(b))))
@@ -531,16 +523,21 @@ def _no_block_is_twice(situation: Situation, table: Table) -> BoolLike:
 
 
 def _distinct_before(situation: Situation, *columns: IntLike) -> Iterator[BoolLike]:
+    """Say that blocks of the table before stand in one column each: a block has *the* column of it.
+
+    It is said of the columns that ``columns`` may come from: themselves, and the speculative
+    blocks, which move.
+    """
     if isinstance(situation.table_length, int):
         return
     table = table_before(situation)
     speculative = range(1, SPECULATIVE_BLOCKS[-1] + 1)
-    sources = [*columns, *(situation.table_length - behind for behind in speculative)]
-    for source in sources:
-        yield table.column(source).block_id < FIRST_FRESH_ID
-    for one, other in itertools.combinations(sources, 2):
-        a, b = table.column(one), table.column(other)
-        yield term.disjunction((one == other, a.is_null, term.negation(a.is_same_block(b))))
+    for source in (*columns, *(situation.table_length - behind for behind in speculative)):
+        block = table.column(source)
+        yield block.block_id < FIRST_FRESH_ID
+        yield term.disjunction(
+            (block.is_null, term.cell("column_of_block", block.block_id) == source)
+        )
 
 
 def _may_have_changed(core: Core, manager: Any) -> frozenset[str]:

@@ -150,6 +150,8 @@ class Theorem:
         not_elsewhere: Why it is not about the others.
         premises: Assumptions that the claim itself makes, beside those in force for the step.
         not_with: Why it is not about steps of a family that have a tag.
+        each_s_apart: Whether the solver is asked about one number of speculative blocks at a time,
+            which spares it most of the work where a claim is about many columns.
     """
 
     slug: str
@@ -166,16 +168,12 @@ class Theorem:
     not_elsewhere: str = ""
     premises: tuple[Assumption, ...] = ()
     not_with: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    each_s_apart: bool = False
 
     @property
     def asks_gate(self) -> bool:
         """Whether it is about what the full-sequence gate was told."""
         return self.asks in (Asks.GATE, Asks.LIFETIME)
-
-    @property
-    def asks_lifetime(self) -> bool:
-        """Whether the gate is asked at admission, and the claim is about a later step."""
-        return self.asks is Asks.LIFETIME
 
     @property
     def asks_removal(self) -> bool:
@@ -398,6 +396,7 @@ THEOREMS: dict[str, Theorem] = {
             _draws,
             "v1/core/single_type_kv_cache_manager.py, MambaManager._relocate_speculative_block: "
             "freeing a request frees every column",
+            each_s_apart=True,
         ),
         Theorem(
             "retirement-recorded",

@@ -11,8 +11,8 @@ from typing import Any
 
 from conformance.driver import Driver, RequestUnderTest
 from models.evaluate import Evaluator
-from models.held import SOME_COLUMN
 from models.lift import Exploration, summary_of
+from models.predict import step_in_numbers
 from models.prove import in_numbers
 from spec.families import family_of, is_decoding
 from spec.logic import cdiv
@@ -44,12 +44,13 @@ def with_own_blocks(exploration: Exploration, values: Values) -> Values:
         ids = {i: 0 if _is_skipped(situation, i) else ids.get(i, 1) for i in columns}
     movable = {i: int(movable.get(i, 1) == 1) for i in columns}
     if situation.owns_partial_tail:
-        movable[tail_column(situation)] = 0
+        movable[column_of_last_token(situation)] = 0
     needed = cdiv(situation.call.num_tokens_main_model, situation.geometry.block_size)
     return {
         **values,
         "num_gpu_blocks": 2 * (situation.table_length + needed) + 100,
         "block_table": {i: 0 if ids.get(i, 1) == 0 else FIRST_ID + i for i in columns},
+        "column_of_block": {FIRST_ID + i: i for i in columns},
         "block_is_movable": movable,
     }
 
@@ -65,22 +66,13 @@ def _is_tidy(situation: Situation, values: Values) -> bool:
     return all(ids[i] == 0 for i in ids if _is_skipped(situation, i))
 
 
-def tail_column(situation: Situation) -> int:
-    """The column that the computed tokens end in."""
-    column: int = cdiv(situation.call.total_computed_tokens, situation.geometry.block_size) - 1
-    return column
-
-
 def lifted_step(exploration: Exploration, values: Values) -> tuple[int, Step] | None:
     """Number of the path taken and what is seen; None where an assumption is broken."""
     path = summary_of(exploration, values)
     if path is None:
         return None
     columns = range(values.get("num_tokens_main_model", 0) + 20)
-    looked_at = (Evaluator({**values, SOME_COLUMN: column}) for column in columns)
-    held_well = all(each.truth(path.step.only_states_are_held) for each in looked_at)
-    step = replace(in_numbers(path.step, Evaluator(values)), only_states_are_held=held_well)
-    return exploration.paths.index(path), step
+    return exploration.paths.index(path), step_in_numbers(path.step, values, columns)
 
 
 def native_step(driver: Driver, situation: Situation, values: Values) -> tuple[Step, int]:
@@ -177,7 +169,7 @@ def _leave_column_to_retire(manager: Any, values: Values) -> None:
 
 def _own_tail(request: RequestUnderTest, situation: Situation) -> None:
     manager: Any = request.manager
-    column, computed = tail_column(situation), situation.call.total_computed_tokens
+    column, computed = column_of_last_token(situation), situation.call.total_computed_tokens
     block = manager.req_to_blocks[REQUEST][column]
     _cache(request, block, b"own tail", computed)
     manager._partial_hit_reqs[REQUEST] = column, block

@@ -479,7 +479,7 @@ def is_over(group: int) -> bool:
         ("prove", "--no-cache", "--json", "out.json", "--jobs", "1"),
         ("prove", "--no-cache", "--json", "out.json", "--jobs", "2"),
         ("gen-tests", "--out", "generated"),
-        ("gen-tests", "--check"),
+        ("gen-tests", "--check", "--no-cache"),
     ],
     ids=["prove", "prove in parallel", "gen-tests", "gen-tests --check"],
 )

@@ -44,9 +44,8 @@ def targets() -> list[Tree]:
 
 @pytest.fixture(scope="module")
 def rows(targets: list[Tree]) -> list[Row]:
-    """All verdicts, solved again where they were not solved with the same text before."""
-    jobs = os.cpu_count() or 1
-    return cli._settle_all(targets, Selection(), reads_cache=True, writes_cache=True, jobs=jobs)
+    """All verdicts, solved where they were not solved with the same text before."""
+    return cli._settle_all(targets, Selection(), use_cache=True)
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +87,7 @@ def files_in(folder: Path) -> list[str]:
 
 
 def test_the_committed_folder_is_current(capproof: Callable[..., Any]) -> None:
-    """Another process with another hash seed would write what is committed, byte for byte.
-
-    Its verdicts are those that solving again gives.
-    """
+    """Another process with another hash seed would write what is committed, byte for byte."""
     done = capproof("gen-tests", "--check", PYTHONHASHSEED="4711")
 
     assert (done.returncode, done.stderr) == (0, "")
@@ -182,15 +178,15 @@ CHANGES: dict[str, tuple[Edit, str]] = {
     ),
     "a verdict": (
         in_verdicts(no_undercount="REFUTED"),
-        f"{NEW} first no-undercount: committed REFUTED, solved again PROVED",
+        f"{NEW} first no-undercount: committed REFUTED, now PROVED",
     ),
     "a missing verdict": (
         change_json(VERDICTS, lambda c: c["verdicts"][NEW]["first"].pop("no-undercount")),
-        f"{NEW} first no-undercount: committed None, solved again PROVED",
+        f"{NEW} first no-undercount: committed None, now PROVED",
     ),
     "a verdict of no theorem": (
         in_verdicts(more="PROVED"),
-        f"{NEW} first more: committed PROVED, solved again None",
+        f"{NEW} first more: committed PROVED, now None",
     ),
     "another solver": (edit(VERDICTS, '"z3 ', '"z3 1'), f"{RENDERED} differs"),
 }
@@ -213,14 +209,14 @@ def test_check_notices_a_change(out: Path, capsys: Output, what: str) -> None:
 
 
 def test_another_verdict_of_the_solver_is_a_difference(rows: list[Row]) -> None:
-    """What is compared is solving again, not what was stored."""
+    """What is compared is each verdict, not how many there are."""
     changed = [{**row, "verdict": "UNKNOWN"} for row in rows if row["theorem"] == "dry-run-pure"]
     others = [row for row in rows if row["theorem"] != "dry-run-pure"]
 
     found = [difference.what for difference in check_verdicts(GENERATED, [*others, *changed])]
 
     assert len(found) == 29 * 3 * 2  # kinds of step, targets, managers
-    assert all(text.endswith("committed PROVED, solved again UNKNOWN") for text in found)
+    assert all(text.endswith("committed PROVED, now UNKNOWN") for text in found)
 
 
 @pytest.mark.usefixtures("solved")

@@ -242,6 +242,7 @@ def values_of(ready: Ready) -> Values:
         "column_to_retire_before": retired or 0,
         "was_parked": "request" not in manager._allocated_block_reqs,
         "block_table": {i: block.block_id for i, block in enumerate(table)},
+        "column_of_block": {block.block_id: i for i, block in enumerate(table)},
         "block_is_movable": {
             i: int(block.ref_cnt == 1 and block.block_hash is None) for i, block in enumerate(table)
         },
