@@ -345,12 +345,12 @@ def explore(
 def _replay_life(file: Path, targets: Sequence[str], tier: str) -> int:
     """Live a life again on targets; a violation that is not known is not as expected."""
     from conformance.driver import BindingError
-    from conformance.life_files import load, replay_life
+    from conformance.life_files import load, replay_lives
 
     life, worst = load(file), AS_EXPECTED
     for tree in _resolved(targets):
         try:
-            seen = replay_life(tree.root, tier, life, tree.target)
+            (seen,) = replay_lives(tree.root, tier, [life], tree.target)
         except BindingError as error:
             raise CannotRun(f"{tree.target}: {error}") from None
         click.echo(f"{tree.target}: {seen.num_rules} rules, {len(seen.lines)} violations")

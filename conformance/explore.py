@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import permutations
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from conformance.bindings import one_line
@@ -219,6 +221,21 @@ def _after(driver: Driver, setting: Setting, rules: tuple[Rule, ...]) -> SharedP
     return pool
 
 
+def random_life(driver: Driver, setting: Setting, bounds: Bounds, chance: Random) -> Life:
+    """Live one life, each rule one of those that may apply then; it may end before its bound.
+
+    Raises:
+        BindingError: The tree cannot be driven.
+    """
+    pool, rules = driver.shared_pool(setting), []
+    while len(rules) < bounds.num_rules and not pool.is_dead:
+        rule = chance.choice(list(choices(pool, bounds)))
+        with suppress(NotPossible):
+            pool.apply(rule)
+            rules.append(rule)
+    return Life(setting, tuple(rules))
+
+
 def first_rules(driver: Driver, setting: Setting, bounds: Bounds) -> list[tuple[Rule, ...]]:
     """The lives of two rules: what is spread over processes, and noted when it is done."""
     found: list[tuple[Rule, ...]] = []
@@ -336,5 +353,5 @@ def _journal(journal: Path | None, heading: str) -> dict[str, list[int]]:
 def tight(driver: Driver, setting: Setting) -> Setting:
     """The same on the least pool that the largest request fits by itself."""
     pool = driver.shared_pool(replace(setting, num_gpu_blocks=2))
-    most = max(pool.most_blocks(request, 0) for request in pool.requests)
+    most = max(pool.most_blocks(request) for request in pool.requests)
     return replace(setting, num_gpu_blocks=most + 1)

@@ -379,7 +379,7 @@ KNOWN = (
         "no-block-is-reserved-for-a-copy",
         "0.26.0",
         "0.33.0",
-        ("peak-within-sizing",),
+        ("peak-within-sizing", "eventually-admitted"),
         lambda s: s.owns_partial_tail | hits_inside_a_block(s),
     ),
     KnownFault(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -78,20 +78,23 @@ class LifeReplayed:
     num_unknown: int
 
 
-def replay_life(root: Path, tier: str, life: Life, target: str) -> LifeReplayed:
-    """Live a life on a tree: here in the core tier, in a process of its own in the vllm tier.
+def replay_lives(root: Path, tier: str, lives: Sequence[Life], target: str) -> list[LifeReplayed]:
+    """Live lives on a tree: here in the core tier, in a process of their own in the vllm tier.
 
     Raises:
-        BindingError: It cannot be driven, or the process failed.
+        BindingError: They cannot be driven, or the process failed.
     """
     if tier == "core":
-        return _replayed(core_driver(root), life, target)
+        driver = core_driver(root)
+        return [_replayed(driver, life, target) for life in lives]
     answers, reason = ask_process(
-        ["conformance.life_files", str(root), target], root, [json.dumps(to_json(life))]
+        ["conformance.life_files", str(root), target],
+        root,
+        (json.dumps(to_json(life)) for life in lives),
     )
-    if not answers:
+    if len(answers) < len(lives):
         raise BindingError(reason)
-    return LifeReplayed(**{**answers[0], "lines": tuple(answers[0]["lines"])})
+    return [LifeReplayed(**{**answer, "lines": tuple(answer["lines"])}) for answer in answers]
 
 
 def _replayed(driver: Driver, life: Life, target: str) -> LifeReplayed:
@@ -192,14 +195,19 @@ def _rule_to_json(rule: Rule) -> dict[str, Any]:
 
 
 def _main(root: str, target: str) -> int:
-    """Live the life on the standard input in the vllm tier; 2 where the tree cannot be driven."""
+    """Live the lives on the standard input in the vllm tier, one a line.
+
+    2 where the tree cannot be driven.
+    """
     answers = own_standard_output()
     try:
-        seen = _replayed(vllm_driver(Path(root)), loads(sys.stdin.read()), target)
+        driver = vllm_driver(Path(root))
+        for line in sys.stdin:
+            seen = _replayed(driver, loads(line), target)
+            print(json.dumps(asdict(seen)), file=answers, flush=True)
     except BindingError as error:
         print(error, file=sys.stderr)
         return 2
-    print(json.dumps(asdict(seen)), file=answers, flush=True)
     return 0
 
 

@@ -495,8 +495,8 @@ class SharedPool:
         request = self.requests[rule.request]
         if request.stage in (Stage.ENDED, Stage.LEAVING):
             raise NotPossible("it has ended")
-        external = request.num_computed_tokens - request.external_start
-        if self.most_blocks(request, external) > self.setting.num_gpu_blocks - 1:
+        most = self.most_blocks(request)
+        if most > self.setting.num_gpu_blocks - 1:
             raise NotPossible("it does not fit a pool of its own")
         for other in self.requests:
             if other is not request and other.stage is not Stage.ENDED:
@@ -507,8 +507,7 @@ class SharedPool:
             detail = (
                 f"{stage} with {computed} of {request.num_tokens} tokens computed, refused "
                 f"{refused} times by a pool of {self.setting.num_gpu_blocks - 1} blocks that "
-                f"nobody else holds; served alone it holds "
-                f"{self.most_blocks(request, external)} at most"
+                f"nobody else holds; served alone it holds {most} at most"
             )
             seen = self.last_seen.get(request.request_id)
             if seen is not None:
@@ -551,17 +550,17 @@ class SharedPool:
 
     # ---- what there is to see --------------------------------------------------------------------
 
-    def most_blocks(self, request: Request, num_external_tokens: int) -> int:
+    def most_blocks(self, request: Request) -> int:
         """Blocks that the request holds at most, served alone on a large pool by the real code.
 
-        With the external tokens that it has, and without any; whichever takes more.
+        With its computed tokens loaded, and with none; whichever takes more.
         """
-        external = max(num_external_tokens, 0)
+        computed = request.num_computed_tokens
         setting = replace(self.setting, plans=(request.plan,), num_gpu_blocks=0)
-        known = self._most.get((setting, external))
+        known = self._most.get((setting, computed))
         if known is None:
-            known = max(self._held_alone(request.plan, number) for number in {0, external})
-            self._most[setting, external] = known
+            known = max(self._held_alone(request.plan, number) for number in {0, computed})
+            self._most[setting, computed] = known
         return known
 
     def _held_alone(self, plan: Plan, num_external_tokens: int) -> int:

@@ -191,18 +191,63 @@ def empty_cache() -> Iterator[None]:
 
 def replays(count: int) -> Iterator[Row]:
     """Yield steps per second on each tier, and what it takes to load the real code."""
-    root = resolve(FIXED).root
-    for tier, environment in (("core", None), ("vllm", tier_environment(root))):
-        try:
-            found = [worker("replay", root, tier, environment=environment) for _ in range(count)]
-        except (Failed, GaveUp) as error:
-            yield Row(f"replay, {tier} tier", f"could not run: {error}")
+    for tier, found in on_each_tier("replay", resolve(FIXED).root, count):
+        if isinstance(found, str):
+            yield Row(f"replay, {tier} tier", found)
             continue
         rates = Figure(tuple(run["steps_per_second"] for run in found), "steps/s")
         loading = Figure(tuple(run["loading"] for run in found))
         aim = ("20,000 steps/s", lambda rate: rate >= 20_000) if tier == "core" else ("-", None)
         yield Row(f"replay, {tier} tier", rates, *aim)
         yield Row(f"loading the real code, {tier} tier", loading)
+
+
+def on_each_tier(
+    kind: str, root: Path, count: int
+) -> Iterator[tuple[str, list[dict[str, Any]] | str]]:
+    """Yield each tier with a worker's answers there, or why there are none."""
+    for tier, environment in (("core", None), ("vllm", tier_environment(root))):
+        try:
+            yield tier, [worker(kind, root, tier, environment=environment) for _ in range(count)]
+        except (Failed, GaveUp) as error:
+            yield tier, f"could not run: {error}"
+
+
+def lives(target: str, count: int) -> Iterator[Row]:
+    """Yield how many random lives, and rules of theirs, are lived in a second on each tier."""
+    for tier, found in on_each_tier("lives", resolve(target).root, count):
+        if isinstance(found, str):
+            yield Row(f"random lives, {tier} tier", found)
+            continue
+        for what in ("lives", "rules"):
+            rates = tuple(run[f"{what}_per_second"] for run in found)
+            yield Row(f"random lives, {tier} tier", Figure(rates, f"{what}/s"))
+
+
+def explored(target: str) -> list[list[str]]:
+    """Return states, lives and rates of every life up to more and more rules."""
+    return [
+        [
+            str(row["rules"]),
+            *(f"{row[what]:,}" for what in ("states", "lives")),
+            f"{row['seconds']:.2f} s",
+            _number(row["states"] / row["seconds"]),
+        ]
+        for row in worker("explored", resolve(target).root)
+    ]
+
+
+def scheduler(targets: Sequence[str], count: int) -> Iterator[Row]:
+    """Yield steps per second of vLLM's own scheduler on one long prompt."""
+    for target in targets:
+        root = resolve(target).root
+        for chunk in (8192, 896):
+            arguments = ("scheduler", root, str(chunk))
+            environment = tier_environment(root)
+            found = [worker(*arguments, environment=environment) for _ in range(count)]
+            rates = tuple(run["steps_per_second"] for run in found)
+            what = f"{target}, {found[0]['steps']:,} steps of up to {chunk:,} tokens"
+            yield Row(what, Figure(rates, "steps/s"))
 
 
 def beside_hand_encoding(num_seeds: int) -> Iterator[Row]:
@@ -302,7 +347,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def sections(options: argparse.Namespace) -> Iterator[str]:
     """Yield the document, section by section, as it is measured."""
     count = 1 if options.quick else 3
-    targets = (FIXED,) if options.quick else (FIXED, LATEST)
     processes = 1 if options.quick else 3
     seeds = 2 if options.quick else len(SEEDS)
     aims = ["", "median (least to greatest)", "aim", ""]
@@ -313,13 +357,31 @@ def sections(options: argparse.Namespace) -> Iterator[str]:
         "From process start to its end, the tree already in the cache; "
         f"runs: {count}, --jobs {options.jobs}."
     )
-    yield table(aims, [row.cells() for row in commands(targets, count, options.jobs)])
+    yield table(aims, [row.cells() for row in commands((FIXED, LATEST), count, options.jobs)])
     yield "## Replay"
     yield (
         "Random scenarios of two steps (an admission, then a chunk) on blocks of up to 32 tokens "
         f"and a pool of 64, checks after each step included; processes: {processes}."
     )
     yield table(aims, [row.cells() for row in replays(processes)])
+    yield "## Lives"
+    yield (
+        f"Of three requests of 5 prompt tokens and 2 to sample, B 2, S 1, K 1, on the least pool, "
+        f"{LATEST}, every check after every rule; processes: {processes}."
+    )
+    yield table(aims, [row.cells() for row in lives(LATEST, processes)])
+    yield (
+        "Every life of two such requests (`capproof explore`), core tier, one process. States that "
+        "differ in block ids, or in the order of like requests, count once."
+    )
+    head = ["rules", "states", "lives", "seconds", "states/s"]
+    yield table(head, explored(LATEST))
+    yield "## The real scheduler"
+    yield (
+        "vLLM's own scheduler, without a model, on a prompt of 704,547 tokens, B 896, H 128, 900 "
+        f"blocks; processes: {processes}."
+    )
+    yield table(aims, [row.cells() for row in scheduler((FAULTY, LATEST), processes)])
     yield "## Beside a hand encoding"
     yield (
         "`scripts/hand_encoding.py` transcribes both releases' functions into z3, block counts "
@@ -331,15 +393,15 @@ def sections(options: argparse.Namespace) -> Iterator[str]:
     )
     yield table(aims, [row.cells() for row in beside_hand_encoding(seeds)])
     yield "## Where the lifted prover's time goes"
-    yield f"All obligations of {targets[-1]}, processor time; processes: {processes}."
-    yield table(["part", "median (least to greatest)", "share"], stages(targets[-1], processes))
+    yield f"All obligations of {LATEST}, processor time; processes: {processes}."
+    yield table(["part", "median (least to greatest)", "share"], stages(LATEST, processes))
     yield "## Growth with S, K and the number of groups"
     yield (
-        f"The theorems about a step, {targets[-1]}, one setting, processor time, one process. Of "
+        f"The theorems about a step, {LATEST}, one setting, processor time, one process. Of "
         "several groups: what is done beyond exploring the align-mode manager once; two groups are "
         "a full-attention group and a Mamba group."
     )
-    yield table(["kind of step", "", "paths", "exploring", "and settling"], growth(targets[-1]))
+    yield table(["kind of step", "", "paths", "exploring", "and settling"], growth(LATEST))
     if options.ablations:
         yield "## What helped, and by how much"
         yield (
@@ -360,7 +422,7 @@ def _command(options: argparse.Namespace) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one run of most, none of 0.33.0")
+    parser.add_argument("--quick", action="store_true", help="one run of each")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N")
     parser.add_argument("--ablations", action="store_true", help="also switch ideas off")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the markdown there")

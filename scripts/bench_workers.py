@@ -3,6 +3,9 @@
     python scripts/bench_workers.py stages ROOT               where a lifted proof spends its time
     python scripts/bench_workers.py beside ROOT RELEASE SEED  lifted proof, then the hand encoding
     python scripts/bench_workers.py replay ROOT TIER          steps per second on the real manager
+    python scripts/bench_workers.py lives ROOT TIER           random lives on a real KVCacheManager
+    python scripts/bench_workers.py explored ROOT             every life, by its number of rules
+    python scripts/bench_workers.py scheduler ROOT TOKENS     steps of a long prompt, in such chunks
     python scripts/bench_workers.py growth ROOT               a proof by S, K and number of groups
     python scripts/bench_workers.py ideas                     what can be switched off
     python scripts/bench_workers.py without IDEA ROOT SEED    a proof with one idea switched off
@@ -28,9 +31,14 @@ import hand_encoding
 import z3
 
 import models.predict
+from conformance.bindings import import_vllm
 from conformance.driver import core_driver, vllm_driver
+from conformance.engine import run
+from conformance.engine_bindings import EngineBindings
+from conformance.explore import Bounds, explore, random_life, small_setting, tight
 from conformance.replay import replay
 from conformance.scenario import Scenario, ScenarioStep
+from conformance.workload import Arrival, End, Engine, Workload
 from models import lift, path, rewrite, runtime, smt, term
 from models.lift import Exploration, Variant, variants_of
 from models.predict import LiftedTree
@@ -42,6 +50,10 @@ from spec.vocabulary import Call, Geometry
 
 #: Seconds of replay that one figure rests on, the same for both tiers.
 REPLAY_SECONDS = 2.0
+#: Rules of a random life, and the most of those that are all lived.
+RULES_PER_LIFE, MOST_RULES = 18, 7
+#: Tokens of the prompt of vLLM #57050.
+LONG_PROMPT = 704_547
 
 
 class Stopwatch:
@@ -194,6 +206,46 @@ def _two_steps(rng: random.Random, name: str) -> Scenario:
         ScenarioStep("a further chunk", Call(whole, whole, first, first), whole),
     )
     return Scenario(name, "mamba-align", geometry, 64, steps, "running")
+
+
+# ---- lives, and the scheduler ------------------------------------------------------------------
+
+
+def lives_rate(root: Path, tier: str) -> dict[str, float]:
+    """Live at random for a while; return lives and rules per second, all checks included."""
+    driver = vllm_driver(root) if tier == "vllm" else core_driver(root)
+    setting = tight(driver, small_setting(0, 3, True))
+    bounds, chance, num_lives, num_rules = Bounds(RULES_PER_LIFE), random.Random(0), 0, 0
+    started = time.perf_counter()
+    while (spent := time.perf_counter() - started) < REPLAY_SECONDS:
+        num_rules += len(random_life(driver, setting, bounds, chance).rules)
+        num_lives += 1
+    return {"lives_per_second": num_lives / spent, "rules_per_second": num_rules / spent}
+
+
+def explored(root: Path) -> list[dict[str, Any]]:
+    """Live every life of two requests, of more and more rules: states, lives and seconds."""
+    driver, rows = core_driver(root), []
+    setting = tight(driver, small_setting(0, 2, True))
+    for num_rules in range(3, MOST_RULES + 1):
+        started = time.perf_counter()
+        found = explore(driver, setting, Bounds(num_rules), f"vllm=={root.name}")
+        seconds = time.perf_counter() - started
+        counts = {"states": found.num_states, "lives": found.num_lives}
+        rows.append({"rules": num_rules, **counts, "seconds": seconds})
+    return rows
+
+
+def scheduler_rate(root: Path, chunk: int) -> dict[str, float]:
+    """Run #57050's prompt alone through the release's own scheduler; return steps per second."""
+    bindings = EngineBindings(import_vllm(root))
+    engine = Engine(896, 128, 900, 705_000, chunk)
+    workload = Workload("long", engine, (Arrival("long", LONG_PROMPT, 2),))
+    started = time.perf_counter()
+    outcome = run(workload, bindings)
+    seconds = time.perf_counter() - started
+    assert outcome.end is End.FINISHED, outcome
+    return {"steps": outcome.steps, "steps_per_second": outcome.steps / seconds}
 
 
 # ---- ideas, switched off -------------------------------------------------------------------------
@@ -530,6 +582,9 @@ def main() -> None:
         "stages": lambda root: stages(Path(root)),
         "beside": lambda root, release, seed: beside(Path(root), release, int(seed)),
         "replay": lambda root, tier: replay_rate(Path(root), tier),
+        "lives": lambda root, tier: lives_rate(Path(root), tier),
+        "explored": lambda root: explored(Path(root)),
+        "scheduler": lambda root, chunk: scheduler_rate(Path(root), int(chunk)),
         "growth": lambda root: growth(Path(root)),
         "ideas": ideas,
         "without": lambda idea, root, seed: without(idea, Path(root), int(seed)),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +21,16 @@ from hypothesis.stateful import (
 )
 
 from conformance.driver import Driver, DriverError, core_driver
-from conformance.explore import Bounds, explore, explore_in_parallel, small_setting, tight
+from conformance.explore import (
+    Bounds,
+    explore,
+    explore_in_parallel,
+    random_life,
+    small_setting,
+    tight,
+)
 from conformance.life_checks import CHECKS, KNOWN, KnownFault, known_fault
-from conformance.life_files import dumps, load, run_life
+from conformance.life_files import dumps, load, replay_lives, run_life
 from conformance.life_scheduler import CALLERS
 from conformance.lives import Life, NotPossible, Plan, Rule, Setting, SharedPool, Stage
 from conformance.scenario import ScenarioError
@@ -89,7 +97,7 @@ class Lives(RuleBasedStateMachine):
         setting = data.draw(a_setting(self.checkpoints))
         # A pool that the largest request just fits, or a little more: on others little happens.
         roomy = self.driver.shared_pool(replace(setting, num_gpu_blocks=2))
-        least = max(roomy.most_blocks(request, 0) for request in roomy.requests)
+        least = max(roomy.most_blocks(request) for request in roomy.requests)
         self.pool = self.driver.shared_pool(replace(setting, num_gpu_blocks=1 + least + slack))
         self.applied = []
 
@@ -263,6 +271,29 @@ def test_a_life_replays_from_its_file(tmp_path: Path, capproof: Capproof) -> Non
     assert shown.returncode == 0, shown.stderr
     assert "expected cached state after 4 tokens" in shown.stdout
     assert "known: state-cached-for-a-later-position" in shown.stdout
+
+
+@pytest.mark.parametrize("release", RELEASES[-1:])
+def test_lives_are_the_same_on_both_tiers(release: str) -> None:
+    """Random lives show the same with everything imported for real as under placeholders."""
+    driver, chance = driver_of(release), random.Random(release)
+    settings = [
+        replace(small_setting(0, 3, True), geometry=Geometry(2, 1, speculative, 1, 1, False))
+        for speculative in (0, 1, 2)
+    ]
+    lives = [
+        random_life(driver, tight(driver, setting), Bounds(40), chance)
+        for setting in settings
+        for _ in range(20)
+    ]
+    root, target = resolve(f"vllm=={release}").root, f"vllm=={release}"
+
+    core, vllm = (replay_lives(root, tier, lives, target) for tier in ("core", "vllm"))
+
+    assert vllm == core
+    assert sum(life.num_rules for life in core) > 1000
+    assert any(life.lines for life in core)
+    assert not any(life.num_unknown for life in core)
 
 
 def test_every_rule_of_callers_names_its_source() -> None:
