@@ -1,9 +1,10 @@
 """Drive vLLM's own scheduler through a workload, and say what becomes of the requests.
 
 The loop is the engine's: `schedule()`, then what a model would have answered, then
-`update_from_output()`. No model is run: a request that has computed all its tokens is given one
-more. A process can import only one vLLM, so each tree has a process of its own, which reads a
-workload object from each line of its standard input and answers it with one line.
+`update_from_output()`, at once or some steps later. No model is run: a request that has computed
+all its tokens is given one more. A process can import only one vLLM, so each tree has a process of
+its own, which reads a workload object from each line of its standard input and answers it with one
+line.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -88,6 +90,7 @@ class Run:
         self.workload = workload
         self._parts = parts
         self._scheduler = parts.scheduler
+        self._connector = parts.scheduler.connector
         self._manager = parts.scheduler.kv_cache_manager
         self._to_come = list(workload.arrivals)
         self._arrivals = {arrival.name: arrival for arrival in workload.arrivals}
@@ -96,6 +99,8 @@ class Run:
         self._asked: list[Asked] = []
         self._preemptions = 0
         self._live: dict[str, Any] = {}
+        self._in_flight: deque[tuple[Any, dict[str, list[int]]]] = deque()
+        """What steps scheduled, and what a model samples in them, the oldest first."""
 
     def outcome(self) -> Outcome:
         """Make steps until all requests are finished, the engine stalls, or it raises.
@@ -128,11 +133,12 @@ class Run:
             self._to_come.remove(arrival)
             if arrival.resets_prefix_cache and not self._scheduler.reset_prefix_cache():
                 raise DriverError(f"{arrival.name}: the prefix cache cannot be cleared, it is used")
-            self._scheduler.connector.serve(
-                arrival.name,
-                arrival.num_external_tokens,
-                asynchronously=arrival.loads_asynchronously,
-            )
+            if self._connector is not None:
+                self._connector.serve(
+                    arrival.name,
+                    arrival.num_external_tokens,
+                    asynchronously=arrival.loads_asynchronously,
+                )
             tokens = [self._tokens[arrival.prompt or arrival.name]] * arrival.num_prompt_tokens
             request = self._parts.new_request(arrival.name, tokens, arrival.max_tokens)
             self._live[arrival.name] = request
@@ -156,14 +162,20 @@ class Run:
     def _step(self) -> None:
         self._asked.clear()
         scheduled = self._scheduler.schedule()
-        sampled, drafts = {}, {}
-        for name in scheduled.num_scheduled_tokens:
-            sampled[name] = self._sampled(name, scheduled)
-            if self.workload.engine.num_speculative_tokens and sampled[name]:
-                drafts[name] = [SAMPLED_TOKEN] * self.workload.engine.num_speculative_tokens
-        output = self._parts.new_output(sampled, self._scheduler.connector.take_loaded())
+        sampled = {name: self._sampled(name, scheduled) for name in scheduled.num_scheduled_tokens}
+        self._in_flight.append((scheduled, sampled))
+        # vLLM: `EngineCore.step_with_batch_queue`.
+        if len(self._in_flight) > self.workload.engine.num_steps_in_flight:
+            self._end_oldest_step()
+
+    def _end_oldest_step(self) -> None:
+        scheduled, sampled = self._in_flight.popleft()
+        loaded = set() if self._connector is None else self._connector.take_loaded()
+        output = self._parts.new_output(sampled, loaded)
         self._scheduler.update_from_output(scheduled, output)
-        if drafts:
+        num_drafts = self.workload.engine.num_speculative_tokens
+        drafts = {name: [SAMPLED_TOKEN] * num_drafts for name in sampled if sampled[name]}
+        if num_drafts and drafts:
             self._scheduler.update_draft_token_ids(self._parts.new_drafts(drafts))
         for name in [name for name, request in self._live.items() if request.is_finished()]:
             self._preemptions += self._live.pop(name).num_preemptions

@@ -119,7 +119,9 @@ class EngineBindings:
             "hash_block_size": hash_block_size,
             "log_stats": False,
         }
-        scheduler = self._refusing(lambda: self._call(self._scheduler_class, values))
+        arguments = self._arguments(self._scheduler_class, values)
+        kind = config.scheduler_config.get_scheduler_cls()  # that class, or one made from it
+        scheduler = self._refusing(lambda: kind(**arguments))
         hash_function = self._hashing.get_hash_fn_by_name(
             config.cache_config.prefix_caching_hash_algo
         )
@@ -160,17 +162,22 @@ class EngineBindings:
                     "device_config": part.DeviceConfig(device="cpu"),
                     "cache_config": self._cache_config(engine),
                     "scheduler_config": self._scheduler_config(engine),
-                    "kv_transfer_config": part.KVTransferConfig(
-                        kv_connector=CONNECTOR_CLASS,
-                        kv_connector_module_path=CONNECTOR_MODULE,
-                        kv_role="kv_both",
-                    ),
+                    "kv_transfer_config": self._kv_transfer_config(engine),
                     "speculative_config": self._speculative_config(engine, model, parallel),
                 },
             )
         # vLLM: left on where the platform can do it, and a machine without a device has none.
         config.scheduler_config.disable_hybrid_kv_cache_manager = False
         return config
+
+    def _kv_transfer_config(self, engine: Engine) -> Any:
+        if not engine.has_connector:
+            return None
+        return self._config.KVTransferConfig(
+            kv_connector=CONNECTOR_CLASS,
+            kv_connector_module_path=CONNECTOR_MODULE,
+            kv_role="kv_both",
+        )
 
     def _cache_config(self, engine: Engine) -> Any:
         config = self._call(
@@ -196,7 +203,7 @@ class EngineBindings:
                 "long_prefill_token_threshold": engine.long_prefill_token_threshold,
                 "enable_chunked_prefill": True,
                 "is_encoder_decoder": False,
-                "async_scheduling": False,
+                "async_scheduling": engine.num_steps_in_flight > 0,
                 "scheduler_reserve_full_isl": engine.scheduler_reserve_full_isl,
                 "watermark": engine.watermark,
             },
@@ -287,10 +294,20 @@ class EngineBindings:
         """Call a constructor with those of the values that the release takes.
 
         Raises:
+            BindingError: As :meth:`_arguments`.
+        """
+        return function(**self._arguments(function, values, needed))
+
+    def _arguments(
+        self, function: Any, values: dict[str, Any], needed: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Return those of the values that a constructor takes.
+
+        Raises:
             BindingError: It does not take one that is needed, or requires one that is not given.
         """
         name = f"{file_of(inspect.getmodule(function))}: {function.__name__}"
-        return function(**taken(values, accepted_arguments(function, values, name, needed)))
+        return taken(values, accepted_arguments(function, values, name, needed))
 
     def _refusing(self, build: Callable[[], Any]) -> Any:
         """Build a part; what vLLM itself objects to is a refusal, all else does not fit here.

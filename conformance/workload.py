@@ -59,6 +59,12 @@ class Engine:
     """Whether a waiting request must fit as a whole (vLLM's default): the full-sequence gate."""
     watermark: float = 0.0
     """Part of the pool that a waiting request must leave free."""
+    num_steps_in_flight: int = 0
+    """Steps whose outputs are not known yet when the next one is scheduled, by the scheduler that
+    the release takes for it: 1 is asynchronous scheduling, which vLLM turns on where it can."""
+    has_connector: bool = True
+    """Whether there is a KV connector. With one, blocks that a step in flight may still write are
+    not freed by a preemption."""
 
 
 @dataclass(frozen=True)
@@ -303,6 +309,8 @@ def _objections(arrival: Arrival, earlier: list[str], engine: Engine) -> list[tu
         found.append(("num_prompt_tokens", "a request has a prompt, and a token to sample"))
     if arrival.num_prompt_tokens + arrival.max_tokens > engine.max_model_len:
         found.append(("num_prompt_tokens", f"beyond max_model_len {engine.max_model_len}"))
+    if arrival.num_external_tokens and not engine.has_connector:
+        found.append(("num_external_tokens", "the engine has no connector to load them"))
     if arrival.num_external_tokens > arrival.num_prompt_tokens:
         found.append(("num_external_tokens", "more than the prompt has"))
     if arrival.loads_asynchronously and not arrival.num_external_tokens:
@@ -323,6 +331,8 @@ def _check_engine(engine: Engine, item: Field) -> None:
             f"block_size {engine.block_size} is not a multiple of hash_block_size "
             f"{engine.hash_block_size}"
         )
+    if engine.num_steps_in_flight and engine.num_speculative_tokens:
+        raise item.refuse("num_steps_in_flight: drafts of an n-gram proposer wait for each output")
 
 
 _AT_LEAST_ONE = (

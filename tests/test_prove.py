@@ -67,6 +67,7 @@ REFUTED: dict[str, dict[tuple[str, tuple[str, ...]], set[str]]] = {
 }
 
 Proved = dict[str, list[Obligation]]
+pytestmark = pytest.mark.xdist_group("prove")  # what its fixtures prove or lift takes long
 Explored = dict[tuple[str, str, tuple[str, ...], bool], Exploration]
 
 

@@ -90,6 +90,21 @@ rows = [{ num_gpu_blocks = 9 }, { num_gpu_blocks = 3, expected = { "t" = { end =
         ({"engine": {**ENGINE, "block_size": 15}}, "w.json: engine: block_size 15 is not"),
         ({"engine": {**ENGINE, "num_gpu_blocks": 0}}, "w.json: engine: num_gpu_blocks 0 is below"),
         ({"engine": {**ENGINE, "blocks": 3}}, 'w.json: engine: unknown field "blocks"'),
+        (
+            {"engine": {**ENGINE, "num_steps_in_flight": -1}},
+            "w.json: engine.num_steps_in_flight: -1",
+        ),
+        (
+            {"engine": {**ENGINE, "num_steps_in_flight": 1, "num_speculative_tokens": 1}},
+            "w.json: engine: num_steps_in_flight: drafts",
+        ),
+        (
+            {
+                "engine": {**ENGINE, "has_connector": False},
+                "arrivals": [{"name": "a", "num_prompt_tokens": 9, "num_external_tokens": 4}],
+            },
+            "w.json: arrivals[0].num_external_tokens: the engine has no connector",
+        ),
         ({"arrivals": []}, "w.json: arrivals: a workload has at least one arrival"),
         (
             {"arrivals": [{"name": "a", "num_prompt_tokens": 400}]},
