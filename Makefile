@@ -11,8 +11,6 @@ PROVE := $(VENV)/.prove
 TEST := $(VENV)/.test
 FAULT := vllm==0.30.0
 NEWEST := vllm==0.33.0
-# Tests of a group share what takes long to make, so they run in one process.
-SPREAD := -n logical --dist loadgroup
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -42,15 +40,15 @@ conformance: $(TEST) ## run generated_tests/ on the real managers, both tiers
 # all default targets.
 test: check ## everything that CI runs
 	$(BIN)/capproof prove
-	$(BIN)/python -m pytest $(SPREAD)
+	$(BIN)/python -m pytest -n logical
 	$(BIN)/capproof conform --tier core --target $(FAULT) -- -n logical
 	$(BIN)/capproof conform --tier vllm --target $(NEWEST) -- -n logical
 
 coverage: $(TEST) ## lines and branches that the tests reach
-	$(BIN)/python -m pytest $(SPREAD) --cov --cov-report=term
+	$(BIN)/python -m pytest -n logical --cov --cov-report=term
 
 selfcheck: $(TEST) ## lifted and real code, and workloads, on every known release
-	CAPPROOF_ALL_RELEASES=1 $(BIN)/python -m pytest $(SPREAD) \
+	CAPPROOF_ALL_RELEASES=1 $(BIN)/python -m pytest -n logical \
 	  tests/test_lift.py tests/test_engine.py tests/test_groups.py tests/test_generate.py
 
 check: $(TEST) ## ruff and mypy

@@ -59,7 +59,7 @@ class _Checker:
         scripts = (
             script
             for prover in self._provers_of(row, theorem)
-            for script in (prover.smtlib(theorem), prover.uncovered_smtlib())
+            for script in (*prover.smtlib(theorem), prover.uncovered_smtlib())
         )
         answers = {second_solver.ask(script) for script in scripts}
         if Answer.SAT in answers:

@@ -368,20 +368,25 @@ class Prover:
 
     def _look_for(self, theorem: Theorem) -> smt.Result:
         """Ask for a step that breaks the claim."""
-        violation = self.violation(theorem)
-        if not theorem.each_s_apart:
-            return self._question.ask(violation)
-        number = self.exploration.situation.geometry.num_speculative_blocks
-        apart = [number == one for one in SPECULATIVE_BLOCKS]
-        others = term.negation(term.disjunction(apart))
         results = []
-        for part in (*apart, others):
-            results.append(self._question.ask(part, violation))
+        for part in self._parts(theorem):
+            results.append(self._question.ask(part))
             if results[-1].answer is smt.Answer.SAT:
                 return results[-1]
         unknown = (result for result in results if result.answer is smt.Answer.UNKNOWN)
         core = dict.fromkeys(slug for result in results for slug in result.core)
         return next(unknown, smt.Result(smt.Answer.UNSAT, core=tuple(core)))
+
+    def _parts(self, theorem: Theorem) -> Iterator[BoolLike]:
+        """Yield formulas one of which holds of any step that breaks the claim, and of no other."""
+        violation = self.violation(theorem)
+        if not theorem.each_s_apart:
+            yield violation
+            return
+        number = self.exploration.situation.geometry.num_speculative_blocks
+        apart = [number == one for one in SPECULATIVE_BLOCKS]
+        for one in (*apart, term.negation(term.disjunction(apart))):
+            yield term.conjunction((one, violation))
 
     def _found_before(self, theorem: Theorem) -> smt.Result | None:
         """A counterexample of another theorem that breaks this one too, to begin with."""
@@ -404,11 +409,12 @@ class Prover:
             if path.step.raised is None or theorem.survives_exception
         )
 
-    def smtlib(self, theorem: Theorem) -> str:
-        """Return the theorem's question as an SMT-LIB 2 script; unsat means proved."""
-        question = smt.Question()
-        question.add(*self.exploration.assumptions.values(), self.violation(theorem))
-        return question.smtlib()
+    def smtlib(self, theorem: Theorem) -> Iterator[str]:
+        """Yield the theorem's questions as SMT-LIB 2 scripts; unsat, all of them, means proved."""
+        for part in self._parts(theorem):
+            question = smt.Question()
+            question.add(*self.exploration.assumptions.values(), part)
+            yield question.smtlib()
 
     def uncovered_smtlib(self) -> str:
         """Return the completeness question as an SMT-LIB 2 script; unsat means no path is missing.

@@ -27,7 +27,6 @@ from conformance.scenario import ScenarioError
 from conformance.targets import DEFAULT_TARGETS, Tree, resolve
 from models.predict import LiftedTree
 
-pytestmark = pytest.mark.xdist_group("gen_tests")  # what its fixtures prove or lift takes long
 GENERATED = PROJECT_ROOT / "generated_tests"
 OLD, NEW, _ = DEFAULT_TARGETS
 RENDERED = "test_checkpoint.py"

@@ -86,15 +86,6 @@ FAULTS = (
         inside="class MambaManager",
     ),
     SeededFault(
-        "a hit's references are not counted",
-        POOL,
-        "            block.ref_cnt += 1\n            if self.metrics_collector:\n"
-        "                self.metrics_collector.on_block_accessed",
-        "            block.ref_cnt += block.ref_cnt == 0\n            if self.metrics_collector:\n"
-        "                self.metrics_collector.on_block_accessed",
-        (CONSERVATION,),
-    ),
-    SeededFault(
         "a hit stays in the free list",
         POOL,
         "                self.free_block_queue.remove(block)",
@@ -149,7 +140,8 @@ def edited(fault: SeededFault, copy_tree: CopyTree) -> Path:
 
 def test_the_edits_are_of_different_places() -> None:
     """Each fault has a name of its own."""
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 12
+    faults = [*FAULTS, *(fault for fault, _ in SELDOM)]
+    assert len({fault.name for fault in faults}) == len(faults) >= 15
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
@@ -165,31 +157,16 @@ def test_a_seeded_fault_is_found(fault: SeededFault, copy_tree: CopyTree) -> Non
     assert theorem.group() in fault.theorems, str(found.value)
 
 
-def test_a_hit_of_a_state_that_is_yet_to_be_computed_is_found(copy_tree: CopyTree) -> None:
-    """Two like requests in one step: the second must not start from what the first will write."""
-    root = edited(SAME_STEP, copy_tree)
-    plans = (Plan(9, 1, 99), Plan(12, 1, 99))
-    setting = Setting(Geometry(4, 4, 0, 0, 1, False), 32, plans)
-    both = (Rule("admit", 0, 8), Rule("admit", 1, 64), Rule("step"))
-
-    shown = run_life(core_driver(root), Life(setting, both), f"vllm=={RELEASE}")
-    honest = core_driver(resolve(f"vllm=={RELEASE}").root)
-
-    assert [violation.theorem for violation in shown.unknown][:1] == [LIVE]
-    assert run_life(honest, Life(setting, both), f"vllm=={RELEASE}").violations == ()
-
-
-SAME_STEP = SeededFault(
-    "a hit cached in the same step is taken",
-    MANAGERS,
-    "return self.block_pool.num_gpu_blocks + 1",
-    "pass",
-    (LIVE,),
-    inside="class MambaManager",
+STEP = Rule("step")
+#: A request hits inside a block of another, whose state it must copy.
+COPIES = Life(
+    Setting(Geometry(4, 2, 0, 0, 1, False), 32, (Plan(7, 2, 6), Plan(12, 2, 6))),
+    tuple(
+        rule
+        for request in (0, 1)
+        for rule in (Rule("admit", request, 64), STEP, Rule("run", request, 64), STEP)
+    ),
 )
-
-
-#: Faults where a hit ends inside a block, which random lives come to seldom.
 INSIDE_A_BLOCK = (
     SeededFault(
         "a hit ends one hash unit further than its state",
@@ -217,16 +194,45 @@ INSIDE_A_BLOCK = (
 )
 
 
-@pytest.mark.parametrize("fault", INSIDE_A_BLOCK, ids=lambda fault: fault.name.replace(" ", "-"))
-def test_a_fault_of_a_hit_inside_a_block_is_found(fault: SeededFault, copy_tree: CopyTree) -> None:
-    """A request hits inside a block of another, whose state it must copy and leave alone."""
-    root = edited(fault, copy_tree)
-    setting = Setting(Geometry(4, 2, 0, 0, 1, False), 32, (Plan(7, 2, 6), Plan(12, 2, 6)))
-    first = (Rule("admit", 0, 64), Rule("step"), Rule("run", 0, 64), Rule("step"))
-    second = (Rule("admit", 1, 64), Rule("step"), Rule("run", 1, 64), Rule("step"))
+#: Two requests that begin alike, the second while the first is there.
+ALIKE = Setting(Geometry(4, 4, 0, 0, 1, False), 32, (Plan(9, 3, 99), Plan(12, 1, 99)))
+OF_A_WHOLE_BLOCK = SeededFault(
+    "a hit's references are not counted",
+    POOL,
+    "            block.ref_cnt += 1\n            if self.metrics_collector:\n"
+    "                self.metrics_collector.on_block_accessed",
+    "            block.ref_cnt += block.ref_cnt == 0\n            if self.metrics_collector:\n"
+    "                self.metrics_collector.on_block_accessed",
+    (CONSERVATION,),
+)
+OF_THE_SAME_STEP = SeededFault(
+    "a hit cached in the same step is taken",
+    MANAGERS,
+    "return self.block_pool.num_gpu_blocks + 1",
+    "pass",
+    (LIVE,),
+    inside="class MambaManager",
+)
+#: Faults that random lives come to seldom, each with a life that does.
+SELDOM = (
+    (
+        OF_A_WHOLE_BLOCK,
+        Life(ALIKE, (Rule("admit", 0, 64), STEP, Rule("admit", 1, 64), STEP, Rule("abort", 0))),
+    ),
+    (OF_THE_SAME_STEP, Life(ALIKE, (Rule("admit", 0, 8), Rule("admit", 1, 64), STEP))),
+    *((fault, COPIES) for fault in INSIDE_A_BLOCK),
+)
 
-    shown = run_life(core_driver(root), Life(setting, first + second), f"vllm=={RELEASE}")
+
+@pytest.mark.parametrize(
+    ("fault", "life"), SELDOM, ids=[fault.name.replace(" ", "-") for fault, _ in SELDOM]
+)
+def test_a_fault_that_lives_come_to_seldom_is_found(
+    fault: SeededFault, life: Life, copy_tree: CopyTree
+) -> None:
+    """A request hits blocks of another that is there, or must copy a block and leave it alone."""
+    shown = run_life(core_driver(edited(fault, copy_tree)), life, f"vllm=={RELEASE}")
     honest = core_driver(resolve(f"vllm=={RELEASE}").root)
 
     assert {violation.theorem for violation in shown.unknown} & set(fault.theorems)
-    assert run_life(honest, Life(setting, first + second), f"vllm=={RELEASE}").unknown == ()
+    assert run_life(honest, life, f"vllm=={RELEASE}").unknown == ()

@@ -33,7 +33,6 @@ from conformance.targets import CORE_FILE, Tree, resolve
 from models.loader import CoreError
 from spec.theorems import MANAGERS, OBLIGATIONS, THEOREMS
 
-pytestmark = pytest.mark.xdist_group("obligations")  # what its fixtures prove or lift takes long
 OLD, NEW = "vllm==0.30.0", "vllm==0.31.0"
 CopyTree = Callable[..., Path]
 #: Kinds of step that are fast to settle.

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from models import smt
+from models import smt, term
 from models.evaluate import Evaluator
 from models.lift import Exploration, Variant, summary_of
 from models.predict import LiftedTree, values_of, violated
@@ -24,6 +24,7 @@ from spec.assumptions import (
     OF_SOME_RELEASES,
     OF_THE_COORDINATOR,
     OF_THE_GATE,
+    SPECULATIVE_BLOCKS,
 )
 from spec.families import FAMILIES
 from spec.theorems import OBLIGATIONS, THEOREMS
@@ -67,7 +68,6 @@ REFUTED: dict[str, dict[tuple[str, tuple[str, ...]], set[str]]] = {
 }
 
 Proved = dict[str, list[Obligation]]
-pytestmark = pytest.mark.xdist_group("prove")  # what its fixtures prove or lift takes long
 Explored = dict[tuple[str, str, tuple[str, ...], bool], Exploration]
 
 
@@ -336,10 +336,23 @@ def test_the_exported_script_says_what_was_asked(explored: Explored) -> None:
         ("0.31.0", "exact-estimate", "unsat"),
         ("0.30.0", "exact-estimate", "sat"),
     ):
-        script = Prover(explored[release, "checkpoint", (), False]).smtlib(THEOREMS[slug])
+        (script,) = Prover(explored[release, "checkpoint", (), False]).smtlib(THEOREMS[slug])
         solver = smt.z3.SolverFor(smt.LOGIC)
         solver.from_string(script)
         assert str(solver.check()) == answer
+
+
+def test_a_claim_is_asked_about_in_parts_that_leave_out_no_step(explored: Explored) -> None:
+    """One number of speculative blocks at a time, and all others, which the assumptions exclude."""
+    prover = Prover(explored["0.31.0", "running", (), False])
+    theorem = THEOREMS["no-block-twice"]
+    parts = list(prover._parts(theorem))
+    question = smt.Question()
+    question.add(prover.violation(theorem), term.negation(term.disjunction(parts)))
+
+    assert len(parts) == len(SPECULATIVE_BLOCKS) + 1
+    assert question.ask().answer is Answer.UNSAT
+    assert sum(1 for _ in prover.smtlib(theorem)) == len(parts)
 
 
 @pytest.mark.parametrize(
