@@ -33,7 +33,7 @@ import z3
 import models.predict
 from conformance.bindings import import_vllm
 from conformance.driver import core_driver, vllm_driver
-from conformance.engine import run
+from conformance.engine import Run
 from conformance.engine_bindings import EngineBindings
 from conformance.explore import Bounds, explore, random_life, small_setting, tight
 from conformance.replay import replay
@@ -241,8 +241,9 @@ def scheduler_rate(root: Path, chunk: int) -> dict[str, float]:
     bindings = EngineBindings(import_vllm(root))
     engine = Engine(896, 128, 900, 705_000, chunk)
     workload = Workload("long", engine, (Arrival("long", LONG_PROMPT, 2),))
+    parts = bindings.new_scheduler(engine)
     started = time.perf_counter()
-    outcome = run(workload, bindings)
+    outcome = Run(workload, parts).outcome()
     seconds = time.perf_counter() - started
     assert outcome.end is End.FINISHED, outcome
     return {"steps": outcome.steps, "steps_per_second": outcome.steps / seconds}
