@@ -239,7 +239,13 @@ def explored(root: Path) -> list[dict[str, Any]]:
 def scheduler_rate(root: Path, chunk: int) -> dict[str, float]:
     """Run #57050's prompt alone through the release's own scheduler; return steps per second."""
     bindings = EngineBindings(import_vllm(root))
-    engine = Engine(896, 128, 900, 705_000, chunk)
+    engine = Engine(
+        block_size=896,
+        hash_block_size=128,
+        num_gpu_blocks=900,
+        max_model_len=705_000,
+        max_num_batched_tokens=chunk,
+    )
     workload = Workload("long", engine, (Arrival("long", LONG_PROMPT, 2),))
     parts = bindings.new_scheduler(engine)
     started = time.perf_counter()

@@ -140,7 +140,7 @@ def edited(fault: SeededFault, copy_tree: CopyTree) -> Path:
 
 def test_the_edits_are_of_different_places() -> None:
     """Each fault has a name of its own."""
-    faults = [*FAULTS, *(fault for fault, _ in SELDOM)]
+    faults = [*FAULTS, *(fault for fault, _ in OF_A_HIT), *INSIDE_A_BLOCK]
     assert len({fault.name for fault in faults}) == len(faults) >= 15
 
 
@@ -157,16 +157,59 @@ def test_a_seeded_fault_is_found(fault: SeededFault, copy_tree: CopyTree) -> Non
     assert theorem.group() in fault.theorems, str(found.value)
 
 
-STEP = Rule("step")
-#: A request hits inside a block of another, whose state it must copy.
-COPIES = Life(
-    Setting(Geometry(4, 2, 0, 0, 1, False), 32, (Plan(7, 2, 6), Plan(12, 2, 6))),
-    tuple(
-        rule
-        for request in (0, 1)
-        for rule in (Rule("admit", request, 64), STEP, Rule("run", request, 64), STEP)
+#: Two requests that begin alike, in one step, and the second while the first is there.
+ALIKE = Setting(Geometry(4, 4, 0, 0, 1, False), 32, (Plan(9, 3, 99), Plan(12, 1, 99)))
+IN_ONE_STEP = (Rule("admit", 0, 8), Rule("admit", 1, 64), Rule("step"))
+ONE_BY_ONE = (
+    *(Rule("admit", 0, 64), Rule("step"), Rule("admit", 1, 64), Rule("step")),
+    Rule("abort", 0),
+)
+#: Faults of a hit that random lives come to seldom, each with rules that do.
+OF_A_HIT = (
+    (
+        SeededFault(
+            "a hit cached in the same step is taken",
+            MANAGERS,
+            "return self.block_pool.num_gpu_blocks + 1",
+            "pass",
+            (LIVE,),
+            inside="class MambaManager",
+        ),
+        IN_ONE_STEP,
+    ),
+    (
+        SeededFault(
+            "a hit's references are not counted",
+            POOL,
+            "            block.ref_cnt += 1\n            if self.metrics_collector:\n"
+            "                self.metrics_collector.on_block_accessed",
+            "            block.ref_cnt += block.ref_cnt == 0\n"
+            "            if self.metrics_collector:\n"
+            "                self.metrics_collector.on_block_accessed",
+            (CONSERVATION,),
+        ),
+        ONE_BY_ONE,
     ),
 )
+
+
+@pytest.mark.parametrize(
+    ("fault", "rules"), OF_A_HIT, ids=[fault.name.replace(" ", "-") for fault, _ in OF_A_HIT]
+)
+def test_a_fault_of_a_hit_is_found(
+    fault: SeededFault, rules: tuple[Rule, ...], copy_tree: CopyTree
+) -> None:
+    """What the first request writes is neither taken before it is, nor freed while it is held."""
+    life = Life(ALIKE, rules)
+
+    shown = run_life(core_driver(edited(fault, copy_tree)), life, f"vllm=={RELEASE}")
+    honest = core_driver(resolve(f"vllm=={RELEASE}").root)
+
+    assert tuple(violation.theorem for violation in shown.unknown)[:1] == fault.theorems
+    assert run_life(honest, life, f"vllm=={RELEASE}").violations == ()
+
+
+#: Faults where a hit ends inside a block, which random lives come to seldom.
 INSIDE_A_BLOCK = (
     SeededFault(
         "a hit ends one hash unit further than its state",
@@ -194,45 +237,16 @@ INSIDE_A_BLOCK = (
 )
 
 
-#: Two requests that begin alike, the second while the first is there.
-ALIKE = Setting(Geometry(4, 4, 0, 0, 1, False), 32, (Plan(9, 3, 99), Plan(12, 1, 99)))
-OF_A_WHOLE_BLOCK = SeededFault(
-    "a hit's references are not counted",
-    POOL,
-    "            block.ref_cnt += 1\n            if self.metrics_collector:\n"
-    "                self.metrics_collector.on_block_accessed",
-    "            block.ref_cnt += block.ref_cnt == 0\n            if self.metrics_collector:\n"
-    "                self.metrics_collector.on_block_accessed",
-    (CONSERVATION,),
-)
-OF_THE_SAME_STEP = SeededFault(
-    "a hit cached in the same step is taken",
-    MANAGERS,
-    "return self.block_pool.num_gpu_blocks + 1",
-    "pass",
-    (LIVE,),
-    inside="class MambaManager",
-)
-#: Faults that random lives come to seldom, each with a life that does.
-SELDOM = (
-    (
-        OF_A_WHOLE_BLOCK,
-        Life(ALIKE, (Rule("admit", 0, 64), STEP, Rule("admit", 1, 64), STEP, Rule("abort", 0))),
-    ),
-    (OF_THE_SAME_STEP, Life(ALIKE, (Rule("admit", 0, 8), Rule("admit", 1, 64), STEP))),
-    *((fault, COPIES) for fault in INSIDE_A_BLOCK),
-)
+@pytest.mark.parametrize("fault", INSIDE_A_BLOCK, ids=lambda fault: fault.name.replace(" ", "-"))
+def test_a_fault_of_a_hit_inside_a_block_is_found(fault: SeededFault, copy_tree: CopyTree) -> None:
+    """A request hits inside a block of another, whose state it must copy and leave alone."""
+    root = edited(fault, copy_tree)
+    setting = Setting(Geometry(4, 2, 0, 0, 1, False), 32, (Plan(7, 2, 6), Plan(12, 2, 6)))
+    first = (Rule("admit", 0, 64), Rule("step"), Rule("run", 0, 64), Rule("step"))
+    second = (Rule("admit", 1, 64), Rule("step"), Rule("run", 1, 64), Rule("step"))
 
-
-@pytest.mark.parametrize(
-    ("fault", "life"), SELDOM, ids=[fault.name.replace(" ", "-") for fault, _ in SELDOM]
-)
-def test_a_fault_that_lives_come_to_seldom_is_found(
-    fault: SeededFault, life: Life, copy_tree: CopyTree
-) -> None:
-    """A request hits blocks of another that is there, or must copy a block and leave it alone."""
-    shown = run_life(core_driver(edited(fault, copy_tree)), life, f"vllm=={RELEASE}")
+    shown = run_life(core_driver(root), Life(setting, first + second), f"vllm=={RELEASE}")
     honest = core_driver(resolve(f"vllm=={RELEASE}").root)
 
     assert {violation.theorem for violation in shown.unknown} & set(fault.theorems)
-    assert run_life(honest, life, f"vllm=={RELEASE}").unknown == ()
+    assert run_life(honest, Life(setting, first + second), f"vllm=={RELEASE}").unknown == ()
