@@ -182,7 +182,9 @@ def explore_groups(
         found = _explore_slots(core, situation, of_call, num_mamba_groups, asks_gate=asks_gate)
         known[of_slots] = found
     slots = known[of_slots]
-    others = [_put(put, mamba.paths)] * (num_mamba_groups - 1)
+    have_hits = not isinstance(situation.num_hit_blocks, int)
+    of_another = _put(put, mamba.paths) if have_hits and num_mamba_groups > 1 else mamba.paths
+    others = [of_another] * (num_mamba_groups - 1)
     admitted = [path for path in slots.paths if path.step.refused is False]
     joined = [
         path
@@ -234,22 +236,24 @@ def _explore_slots(
     asks_gate: bool,
 ) -> Found:
     """All paths of `allocate_slots`, whatever its groups answer."""
-    mismatches: list[BoolLike] = []
+    mismatches: dict[int, BoolLike] = {}  # by the identity of a step
 
     def make() -> SlotsRun:
         return SlotsRun(core, situation, num_mamba_groups, asks_gate=asks_gate)
 
     def perform(run: SlotsRun) -> Step:
         step = run.step()
-        mismatches.append(run.mismatches())
+        mismatches[id(step)] = run.mismatches()
         return step
 
     run = partial(run_along, core, make, perform)
     found = all_paths(core, run, situation, assumptions, "allocate_slots")
     question = smt.Question(assumptions)
-    where = [path.condition for path in found.paths if path.step.raised is None]
+    through = [path for path in found.paths if path.step.raised is None]
     result = question.ask(
-        term.disjunction(map(term.conjunction, zip(where, mismatches, strict=True)))
+        term.disjunction(
+            term.conjunction((path.condition, mismatches[id(path.step)])) for path in through
+        )
     )
     if result.answer is not smt.Answer.UNSAT:
         file = core.file_of(COORDINATOR)
@@ -296,7 +300,7 @@ def _built_in(situation: Situation) -> Iterator[str]:
 
 
 def _put(put: Substitution, paths: Sequence[PathSummary]) -> tuple[PathSummary, ...]:
-    """The paths of a Mamba group behind the first."""
+    """The paths of a Mamba group behind the first, where a hit of its own can be another."""
     return tuple(
         replace(path, condition=put.truth(path.condition), step=put.record(path.step))
         for path in paths

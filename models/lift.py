@@ -76,12 +76,17 @@ class PathSummary:
         step: What is seen of it, as terms.
         raised_at: `file:line` in the tree where the step raised, None where it did not.
         decisions: The parts of the condition, in the order in which the code asked.
+        taken: Whether each decision was for what the code asked, or against.
+        run: What performed the step, as it left the tree's objects; None where paths were put
+            together.
     """
 
     condition: BoolLike
     step: Step
     raised_at: str | None = None
     decisions: tuple[BoolLike, ...] = ()
+    taken: tuple[bool, ...] = ()
+    run: Run | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,6 +258,7 @@ def explore(
     *,
     asks: Asks = Asks.STEP,
     checkpoint_blocks: IntLike | None = None,
+    seeds: Sequence[Mapping[str, Any]] = (),
 ) -> Exploration:
     """Run a family's step along every feasible path.
 
@@ -263,6 +269,7 @@ def explore(
         variant: In which setting.
         asks: What is done with the request.
         checkpoint_blocks: K, where it is not to be any.
+        seeds: Values that may be samples, of another setting say; they spare questions.
 
     Raises:
         NotUnderstood: A construct is not understood, or the solver cannot say whether paths are
@@ -284,7 +291,8 @@ def explore(
     assumptions = _assumptions(situation, family, tags, extra)
     run = {Asks.REMOVAL: StepRun.removal, Asks.LIFETIME: StepRun.later_step}.get(asks, StepRun.step)
     make = partial(StepRun, core, traits, situation, asks_gate=asks is Asks.GATE)
-    found = all_paths(core, partial(run_along, core, make, run), situation, assumptions, family)
+    along = partial(run_along, core, make, run)
+    found = all_paths(core, along, situation, assumptions, family, seeds)
     return Exploration(
         situation,
         assumptions,
@@ -310,8 +318,11 @@ def all_paths(
     situation: Situation,
     assumptions: Mapping[str, BoolLike],
     what: str,
+    seeds: Sequence[Mapping[str, Any]] = (),
 ) -> Found:
     """Run along every feasible path.
+
+    Paths come in the order of what they decided, whichever the solver found first.
 
     Args:
         core: The tree.
@@ -319,30 +330,49 @@ def all_paths(
         situation: What every path starts from.
         assumptions: Formula of each assumption, by slug.
         what: Is run, for messages.
+        seeds: Values that may be samples; they are looked at before the solver is asked.
 
     Raises:
         NotUnderstood: As :func:`explore`.
     """
     question = smt.Question(assumptions)
     small = tuple(_small(situation))
-    paths: list[PathSummary] = []
-    samples: list[Mapping[str, Any]] = []
+    found: list[tuple[PathSummary, Mapping[str, Any]]] = []
+    new = _on_no_path(assumptions, seeds, found)
     while True:
-        result = question.ask(*small)
-        if result.answer is not smt.Answer.SAT:
-            result = question.ask()
-        if result.answer is smt.Answer.UNKNOWN and paths:
-            result = _side_by_side(assumptions, paths)
-        if result.answer is smt.Answer.UNSAT:
-            return Found(tuple(paths), tuple(samples), result.core)
-        if result.answer is smt.Answer.UNKNOWN:
-            raise MaybeMissingPaths(f"{what}: paths may be missing: {result.reason}")
-        if len(paths) == MAX_PATHS:
+        sample = next(new, None)
+        if sample is None:
+            result = question.ask(*small)
+            if result.answer is not smt.Answer.SAT:
+                result = question.ask()
+            if result.answer is smt.Answer.UNKNOWN and found:
+                result = _side_by_side(assumptions, [path for path, _ in found])
+            if result.answer is smt.Answer.UNSAT:
+                found.sort(key=lambda each: each[0].taken)
+                paths, samples = zip(*found, strict=True) if found else ((), ())
+                return Found(paths, samples, result.core)
+            if result.answer is smt.Answer.UNKNOWN:
+                raise MaybeMissingPaths(f"{what}: paths may be missing: {result.reason}")
+            sample = result.values
+        if len(found) == MAX_PATHS:
             raise NotUnderstood(f"{core.file_of(MANAGERS)}: more than {MAX_PATHS} paths")
-        summary = run(tuple(assumptions.values()), result.values)
-        paths.append(summary)
-        samples.append(result.values)
+        summary = run(tuple(assumptions.values()), sample)
+        found.append((summary, sample))
         question.add(term.negation(summary.condition))
+
+
+def _on_no_path(
+    assumptions: Mapping[str, BoolLike],
+    seeds: Sequence[Mapping[str, Any]],
+    found: Sequence[tuple[PathSummary, Mapping[str, Any]]],
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the seeds that keep the assumptions and lie on none of the paths found so far."""
+    for seed in seeds:
+        evaluator = Evaluator(seed)
+        if all(map(evaluator.truth, assumptions.values())) and not any(
+            evaluator.truth(path.condition) for path, _ in found
+        ):
+            yield seed
 
 
 def _small(situation: Situation) -> Iterator[BoolLike]:
@@ -448,7 +478,8 @@ def run_along(
             raise _not_understood(core, error) from error
         step, raised_at = run.failed(error), core.location(error)
     decisions = tuple(path.literals)
-    return PathSummary(term.conjunction(decisions), step, raised_at, decisions)
+    condition = term.conjunction(decisions)
+    return PathSummary(condition, step, raised_at, decisions, tuple(path.taken), run)
 
 
 def _not_understood(core: Core, error: BaseException) -> NotUnderstood:

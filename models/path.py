@@ -40,6 +40,8 @@ class Path:
 
     def __init__(self, sample: Mapping[str, Any], assumptions: tuple[BoolLike, ...]) -> None:
         self.literals: list[Bool] = []
+        self.taken: list[bool] = []
+        """What was decided of each formula that was asked for, in the order of the literals."""
         self.swept: list[IntLike] = []
         """The column that each loop over the columns of a table ran for."""
         self.is_impossible = False
@@ -70,6 +72,7 @@ class Path:
         literal = formula if value else term.negation(formula)
         assert isinstance(literal, Bool)
         self.literals.append(literal)
+        self.taken.append(value)
         self._learn(literal)
         return value
 

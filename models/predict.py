@@ -30,6 +30,9 @@ from spec.theorems import (
 )
 from spec.vocabulary import Situation, Step
 
+#: Variables of which a request has at least as many tokens.
+_TOKENS_OF_A_STEP = ("num_tokens", "num_tokens_main_model")
+
 
 class LiftedTree:
     """The explored step of a tree, family by family, each explored once.
@@ -77,9 +80,21 @@ class LiftedTree:
                     self._core, self.traits, one, num_mamba_groups, asks=asks, known=self._parts
                 )
             else:
-                found = explore(self._core, family, tags, variant, asks=asks)
+                seeds = tuple(self._seeds(family, tags))
+                found = explore(self._core, family, tags, variant, asks=asks, seeds=seeds)
             self._explored[key] = found
         return self._explored[key]
+
+    def _seeds(self, family: str, tags: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
+        """Yield samples of a kind's other settings, whose paths are much the same."""
+        for key, exploration in self._explored.items():
+            if key[:2] == (family, tags) and not key[-1]:
+                for sample in exploration.samples:
+                    yield sample
+                    if "num_request_tokens" not in sample:
+                        step = max(sample.get(name, 1) for name in _TOKENS_OF_A_STEP)
+                        for tokens in (step, step + 2 * sample.get("block_size", 1)):
+                            yield {**sample, "num_request_tokens": tokens}
 
     def explorations_of(
         self,

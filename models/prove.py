@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, Protocol, TypeVar
@@ -168,9 +168,10 @@ def prove(
         if (families and family not in families) or (kinds and (family, tags) not in kinds):
             continue
         on_progress(f"{family} {' '.join(tags)}".strip())
+        refutations = Refutations()
         for manager in managers or MANAGERS:
             of_manager = [theorem for theorem in chosen if manager in theorem.managers]
-            yield from _of_manager(tree, manager, family, tags, of_manager)
+            yield from _of_manager(tree, manager, family, tags, of_manager, refutations)
 
 
 def _of_manager(
@@ -179,6 +180,7 @@ def _of_manager(
     family: str,
     tags: tuple[str, ...],
     theorems: Sequence[Theorem],
+    refutations: Refutations,
 ) -> Iterator[Obligation]:
     applicable = []
     for theorem in theorems:
@@ -190,7 +192,7 @@ def _of_manager(
             yield Obligation(manager, family, tags, theorem.slug, verdict, (), 0.0, reason=reason)
     for asks in Asks:
         about = [theorem for theorem in applicable if theorem.asks is asks]
-        yield from _of_family(tree, manager, family, tags, about)
+        yield from _of_family(tree, manager, family, tags, about, refutations)
 
 
 def explorations_for(
@@ -210,11 +212,12 @@ def _of_family(
     family: str,
     tags: tuple[str, ...],
     theorems: Sequence[Theorem],
+    refutations: Refutations,
 ) -> Iterator[Obligation]:
     if not theorems:
         return
     scope = scope_of(tree.traits, manager)
-    provers = _Provers(explorations_for(tree, manager, family, tags, theorems[0]))
+    provers = _Provers(explorations_for(tree, manager, family, tags, theorems[0]), refutations)
     for theorem in theorems:
         started = time.perf_counter()
         try:
@@ -241,8 +244,9 @@ def _of_family(
 class _Provers:
     """A prover for each setting, explored when it is first asked for."""
 
-    def __init__(self, explorations: Iterable[Exploration]) -> None:
+    def __init__(self, explorations: Iterable[Exploration], refutations: Refutations) -> None:
         self._left = iter(explorations)
+        self._refutations = refutations
         self._found: list[Prover] = []
         self._error: NotUnderstood | None = None
 
@@ -261,7 +265,7 @@ class _Provers:
             self._error = error
             raise
         if found is not None:
-            self._found.append(Prover(found))
+            self._found.append(Prover(found, self._refutations))
         return found is not None
 
     @property
@@ -322,12 +326,51 @@ def _settled(parts: Sequence[_Part]) -> Sequence[_Part]:
     return occurs or parts
 
 
-class Prover:
-    """Settles theorems on one exploration."""
+class Refutations:
+    """What was shown not to hold, and what that used: it does not hold wherever all of that does.
 
-    def __init__(self, exploration: Exploration) -> None:
+    Settings, and the groups that are added up, share most of what their paths decide, so most of
+    what is asked about one of them was shown about another. Terms are interned: equal formulas are
+    one object.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[int, list[tuple[frozenset[int], tuple[str, ...]]]] = {}
+
+    def core_of(self, formula: BoolLike, facts: Set[int]) -> tuple[str, ...] | None:
+        """Return the assumptions that refuted a formula, None where no refutation is known.
+
+        Args:
+            formula: What may hold.
+            facts: Identities of the formulas that do.
+        """
+        known = self._of.get(id(formula), ())
+        return next((core for used, core in known if used <= facts), None)
+
+    def add(self, formula: BoolLike, used: frozenset[int], core: tuple[str, ...]) -> None:
+        """Note that a formula does not hold where others do.
+
+        Args:
+            formula: What does not hold.
+            used: Identities of the others.
+            core: The assumptions among them.
+        """
+        self._of.setdefault(id(formula), []).append((used, core))
+
+
+class Prover:
+    """Settles theorems on one exploration.
+
+    Args:
+        exploration: All paths.
+        refutations: Of others, which may hold here too; what is refuted here is added.
+    """
+
+    def __init__(self, exploration: Exploration, refutations: Refutations | None = None) -> None:
         self.exploration = exploration
+        self._refutations = refutations or Refutations()
         self._question = smt.Question(exploration.assumptions)
+        self._facts = _facts(exploration.assumptions.values())
         self._pool = Pool(
             term.int_var("free_blocks", 0),
             term.int_var("watermark_blocks", 0),
@@ -345,7 +388,7 @@ class Prover:
         """
         supposed = tuple(assumption.slug for assumption in theorem.premises)
         in_force = (*self._with_built_in(self.exploration.assumptions), *supposed)
-        result = self._found_before(theorem) or self._look_for(theorem)
+        result = self._found_before(theorem) or self.look_for(theorem)
         reason = result.reason or ""
         if result.answer is smt.Answer.UNKNOWN:
             bounded = self._question.ask(self.violation(theorem), *self._small_sizes())
@@ -366,30 +409,55 @@ class Prover:
         used = (*self._with_built_in((*self.exploration.core, *result.core)), *supposed)
         return _Part(Verdict.PROVED, used)
 
-    def _look_for(self, theorem: Theorem) -> smt.Result:
-        """Ask for a step that breaks the claim."""
-        results = []
-        for part in self._parts(theorem):
-            results.append(self._question.ask(part))
-            if results[-1].answer is smt.Answer.SAT:
-                return results[-1]
-        unknown = (result for result in results if result.answer is smt.Answer.UNKNOWN)
-        core = dict.fromkeys(slug for result in results for slug in result.core)
-        return next(unknown, smt.Result(smt.Answer.UNSAT, core=tuple(core)))
+    def look_for(self, theorem: Theorem) -> smt.Result:
+        """Look for a step that breaks the claim, path by path; unsat means that there is none."""
+        core: dict[str, None] = {}
+        unknown: smt.Result | None = None
+        for path in self.exploration.paths:
+            for way in self._ways_to_break(theorem, path):
+                result = self._ask(path, way)
+                if result.answer is smt.Answer.SAT:
+                    return result
+                if result.answer is smt.Answer.UNKNOWN:
+                    unknown = unknown or result
+                core.update(dict.fromkeys(result.core))
+        return unknown or smt.Result(smt.Answer.UNSAT, core=tuple(core))
 
-    def _parts(self, theorem: Theorem) -> Iterator[BoolLike]:
-        """Yield formulas one of which holds of any step that breaks the claim, and of no other."""
-        violation = self.violation(theorem)
+    def _ask(self, path: PathSummary, way: BoolLike) -> smt.Result:
+        """Ask whether a path can be taken while ``way`` holds, unless that is known."""
+        if term.excludes(path.condition, way):
+            return smt.Result(smt.Answer.UNSAT)
+        given = term.conjuncts(path.condition)
+        core = self._refutations.core_of(way, self._facts | _facts(given))
+        if core is not None:
+            return smt.Result(smt.Answer.UNSAT, core=core)
+        result = self._question.ask(way, given=given)
+        if result.answer is smt.Answer.UNSAT:
+            assumed = (self.exploration.assumptions[slug] for slug in result.core)
+            self._refutations.add(way, _facts((*result.given, *assumed)), result.core)
+        return result
+
+    def _ways_to_break(self, theorem: Theorem, path: PathSummary) -> Iterator[BoolLike]:
+        """Yield formulas one of which holds where a path breaks the claim."""
+        if path.step.raised is None or theorem.survives_exception:
+            broken = term.negation(self._claim(theorem, path))
+            for way in term.disjuncts(broken):
+                yield from self._apart(theorem, way)
+
+    def _apart(self, theorem: Theorem, formula: BoolLike) -> Iterator[BoolLike]:
+        """Yield formulas of which one holds where ``formula`` does, and no other."""
         if not theorem.each_s_apart:
-            yield violation
+            yield formula
             return
         number = self.exploration.situation.geometry.num_speculative_blocks
         apart = [number == one for one in SPECULATIVE_BLOCKS]
         for one in (*apart, term.negation(term.disjunction(apart))):
-            yield term.conjunction((one, violation))
+            yield term.conjunction((one, formula))
 
     def _found_before(self, theorem: Theorem) -> smt.Result | None:
         """A counterexample of another theorem that breaks this one too, to begin with."""
+        if not self._found:
+            return None
         violation = self.violation(theorem)
         known = (values for values in self._found if Evaluator(values).truth(violation))
         return next((smt.Result(smt.Answer.SAT, values) for values in known), None)
@@ -411,7 +479,7 @@ class Prover:
 
     def smtlib(self, theorem: Theorem) -> Iterator[str]:
         """Yield the theorem's questions as SMT-LIB 2 scripts; unsat, all of them, means proved."""
-        for part in self._parts(theorem):
+        for part in self._apart(theorem, self.violation(theorem)):
             question = smt.Question()
             question.add(*self.exploration.assumptions.values(), part)
             yield question.smtlib()
@@ -470,6 +538,11 @@ class Prover:
 
     def _with_built_in(self, slugs: Mapping[str, Any] | Sequence[str]) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*self.exploration.built_in, *slugs)))
+
+
+def _facts(formulas: Iterable[BoolLike]) -> frozenset[int]:
+    """Identities of what formulas say together."""
+    return frozenset(id(piece) for formula in formulas for piece in term.conjuncts(formula))
 
 
 def variables_in_order() -> list[term.IntLike]:

@@ -72,7 +72,7 @@ repeat_list: Callable[[list[Any], Int], Any] | None = None
 def _intern_atom(
     kind: str, args: tuple[Any, ...], low: int | None = None, high: int | None = None
 ) -> Int:
-    key = (kind, *(arg._key if isinstance(arg, Int | Bool) else arg for arg in args))
+    key = (kind, *[id(arg) if isinstance(arg, Int | Bool) else arg for arg in args])
     atom = _atom_of.get(key)
     if atom is None:
         atom = _atom_of[key] = Atom(len(ATOMS), kind, args, low, high)
@@ -83,7 +83,10 @@ def _intern_atom(
 
 
 def _make(coefficients: dict[Monomial, int], constant: int) -> IntLike:
-    terms = tuple(sorted((m, c) for m, c in coefficients.items() if c))
+    return _interned(tuple(sorted([item for item in coefficients.items() if item[1]])), constant)
+
+
+def _interned(terms: Coefficients, constant: int) -> IntLike:
     if not terms:
         return constant
     key = (terms, constant)
@@ -91,6 +94,22 @@ def _make(coefficients: dict[Monomial, int], constant: int) -> IntLike:
     if found is None:
         found = _int_of[key] = Int(terms, constant)
     return found
+
+
+def _plus(a: Int, b: Int, sign: int, constant: int) -> IntLike:
+    """``a + sign * b + constant``."""
+    total = dict(a.terms)
+    for m, c in b.terms:
+        total[m] = total.get(m, 0) + sign * c
+    return _make(total, a.constant + sign * b.constant + constant)
+
+
+def _less(a: Any, b: Any, constant: int) -> IntLike:
+    """``a - b + constant``."""
+    if isinstance(a, Int) and isinstance(b, Int):
+        return _plus(a, b, -1, constant)
+    difference: IntLike = a - b + constant
+    return difference
 
 
 class _Unsupporting:
@@ -146,11 +165,12 @@ class _Unsupporting:
 class Int(_Unsupporting):
     """A polynomial ``constant + sum(coefficient * product of atoms)`` that is not a number."""
 
-    __slots__ = ("_key", "constant", "terms")
+    __slots__ = ("_bounds", "_key", "constant", "terms")
 
     def __init__(self, terms: Coefficients, constant: int) -> None:
         self.terms, self.constant = terms, constant
         self._key = (terms, constant)
+        self._bounds: tuple[int | None, int | None] | None = None
 
     __hash__ = _Unsupporting.__hash__
 
@@ -158,7 +178,7 @@ class Int(_Unsupporting):
         return bool(self != 0)
 
     def __neg__(self) -> IntLike:
-        return _make({m: -c for m, c in self.terms}, -self.constant)
+        return _interned(tuple((m, -c) for m, c in self.terms), -self.constant)
 
     def __pos__(self) -> Int:
         return self
@@ -178,20 +198,17 @@ class Int(_Unsupporting):
         if isinstance(other, Bool):
             other = int_of(other)
         if isinstance(other, int):
-            return _make(dict(self.terms), self.constant + other)
-        if not isinstance(other, Int):
-            return NotImplemented
-        total = dict(self.terms)
-        for m, c in other.terms:
-            total[m] = total.get(m, 0) + c
-        return _make(total, self.constant + other.constant)
+            return _interned(self.terms, self.constant + other)
+        return _plus(self, other, 1, 0) if isinstance(other, Int) else NotImplemented
 
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> Any:
         if isinstance(other, Bool):
             other = int_of(other)
-        return self + -other if isinstance(other, int | Int) else NotImplemented
+        if isinstance(other, int):
+            return _interned(self.terms, self.constant - other)
+        return _plus(self, other, -1, 0) if isinstance(other, Int) else NotImplemented
 
     def __rsub__(self, other: Any) -> Any:
         return -self + other
@@ -233,20 +250,20 @@ class Int(_Unsupporting):
         return other // self, other % self
 
     def __le__(self, other: Any) -> Any:
-        return at_most_zero(self - other)
+        return at_most_zero(_less(self, other, 0))
 
     def __lt__(self, other: Any) -> Any:
-        return at_most_zero(self - other + 1)
+        return at_most_zero(_less(self, other, 1))
 
     def __ge__(self, other: Any) -> Any:
-        return at_most_zero(other - self)
+        return at_most_zero(_less(other, self, 0))
 
     def __gt__(self, other: Any) -> Any:
-        return at_most_zero(other - self + 1)
+        return at_most_zero(_less(other, self, 1))
 
     def __eq__(self, other: object) -> Any:
         if isinstance(other, int | Int | Bool):
-            return is_zero(self - other)
+            return is_zero(_less(self, other, 0))
         return _equals_no_number(self, other)
 
     def __ne__(self, other: object) -> Any:
@@ -261,7 +278,7 @@ class Bool(_Unsupporting):
     def __init__(self, kind: str, args: tuple[Any, ...]) -> None:
         self.kind, self.args = kind, args
         self._negation: BoolLike | None = None
-        self._key = (kind, *(id(arg) if isinstance(arg, Int | Bool) else arg for arg in args))
+        self._key = (kind, *[id(arg) if isinstance(arg, Int | Bool) else arg for arg in args])
 
     __hash__ = _Unsupporting.__hash__
 
@@ -375,8 +392,9 @@ def at_most_zero(x: IntLike) -> BoolLike:
     if low is not None and low > 0:
         return False
     divisor = math.gcd(*(c for _, c in x.terms))
-    reduced = _make({m: c // divisor for m, c in x.terms}, -(-x.constant // divisor))
-    return _formula("le", reduced)
+    if divisor > 1:
+        x = _divided(x, divisor, -(-x.constant // divisor))
+    return _formula("le", x)
 
 
 def is_zero(x: IntLike) -> BoolLike:
@@ -389,7 +407,14 @@ def is_zero(x: IntLike) -> BoolLike:
         return False
     if x.terms[0][1] < 0:
         divisor = -divisor
-    return _formula("eq", _make({m: c // divisor for m, c in x.terms}, x.constant // divisor))
+    return _formula("eq", _divided(x, divisor, x.constant // divisor) if divisor != 1 else x)
+
+
+def _divided(x: Int, divisor: int, constant: int) -> Int:
+    """The sum of ``x``'s terms by a divisor of all their coefficients, and of a constant."""
+    divided = _interned(tuple((m, c // divisor) for m, c in x.terms), constant)
+    assert isinstance(divided, Int)
+    return divided
 
 
 def negation(x: BoolLike) -> BoolLike:
@@ -425,7 +450,7 @@ def disjunction(parts: Iterable[BoolLike]) -> BoolLike:
 
 
 def _gather(kind: str, parts: Iterable[BoolLike], *, absorbing: bool) -> BoolLike:
-    kept: dict[tuple[Any, ...], Bool] = {}
+    kept: dict[int, Bool] = {}
     for part in parts:
         if isinstance(part, bool):
             if part is absorbing:
@@ -433,13 +458,47 @@ def _gather(kind: str, parts: Iterable[BoolLike], *, absorbing: bool) -> BoolLik
             continue
         for piece in part.args if part.kind == kind else (part,):
             if piece.kind not in ("and", "or"):
-                opposite = negation(piece)
-                if isinstance(opposite, Bool) and opposite._key in kept:
+                opposite = piece._negation
+                if opposite is None:
+                    opposite = negation(piece)
+                if id(opposite) in kept:
                     return absorbing
-            kept[piece._key] = piece
+            kept[id(piece)] = piece
     if not kept:
         return not absorbing
     return next(iter(kept.values())) if len(kept) == 1 else _formula(kind, *kept.values())
+
+
+def conjuncts(x: BoolLike) -> tuple[BoolLike, ...]:
+    """Formulas that hold together exactly where ``x`` does; none for True."""
+    if x is True:
+        return ()
+    return x.args if isinstance(x, Bool) and x.kind == "and" else (x,)
+
+
+def disjuncts(x: BoolLike) -> tuple[BoolLike, ...]:
+    """Formulas one of which holds exactly where ``x`` does; none for False."""
+    if x is False:
+        return ()
+    return x.args if isinstance(x, Bool) and x.kind == "or" else (x,)
+
+
+def excludes(x: BoolLike, comparison: BoolLike) -> bool:
+    """Whether each way for ``x`` to hold has a comparison that adds up to more than 0 with this.
+
+    Two sums of at most 0 do not: that is seen from the normal forms and the bounds declared.
+    """
+    if isinstance(x, bool):
+        return not x
+    if isinstance(comparison, bool) or comparison.kind != "le":
+        return False
+    if x.kind == "le":
+        low, _ = bounds(x.args[0] + comparison.args[0])
+        return low is not None and low > 0
+    if x.kind in ("and", "or"):
+        each = (excludes(part, comparison) for part in x.args)
+        return any(each) if x.kind == "and" else all(each)
+    return False
 
 
 def choose(condition: BoolLike, then: Any, otherwise: Any) -> Any:
@@ -557,6 +616,12 @@ def bounds(x: IntLike) -> tuple[int | None, int | None]:
     """Least and greatest value that the declarations alone allow; None is no bound."""
     if isinstance(x, int):
         return x, x
+    if x._bounds is None:
+        x._bounds = _bounds(x)
+    return x._bounds
+
+
+def _bounds(x: Int) -> tuple[int | None, int | None]:
     low: int | None = x.constant
     high: int | None = x.constant
     for monomial, c in x.terms:

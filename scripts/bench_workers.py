@@ -42,7 +42,7 @@ from conformance.workload import Arrival, End, Engine, Workload
 from models import lift, path, rewrite, runtime, smt, term
 from models.lift import Exploration, Variant, variants_of
 from models.predict import LiftedTree
-from models.prove import Prover, Verdict, explorations_for, prove
+from models.prove import Prover, Refutations, Verdict, explorations_for, prove
 from models.traits import traits_of
 from spec.assumptions import SPECULATIVE_BLOCKS
 from spec.theorems import OBLIGATIONS, THEOREMS, Asks
@@ -313,7 +313,8 @@ def without(slug: str, root: Path, seed: int) -> dict[str, Any]:
             unsettled.append(str(error))
             continue
         num_paths += sum(len(exploration.paths) for exploration in explorations)
-        provers = [Prover(exploration) for exploration in explorations]
+        refutations = Refutations()
+        provers = [Prover(exploration, refutations) for exploration in explorations]
         for theorem in THEOREMS.values():
             is_of_one = "mamba-align" in theorem.managers and theorem.asks is Asks.STEP
             if not is_of_one or theorem.why_not(family):
@@ -375,7 +376,11 @@ def _without_one_form() -> None:
 
 
 def _without_order() -> None:
-    _replace(smt._Encoder, "_order", lambda self, args, quotient: None)
+    _replace(smt._Encoder, "_say_order", lambda self, uid: None)
+
+
+def _without_refutations() -> None:
+    _replace(Refutations, "core_of", lambda self, formula, facts: None)
 
 
 def _without_merging() -> None:
@@ -494,6 +499,7 @@ def _naive() -> None:
     for switch_off in (
         _without_one_form,
         _without_order,
+        _without_refutations,
         _without_merging,
         _without_samples,
         _without_facts,
@@ -533,6 +539,12 @@ IDEAS = {
             "both of the above",
             "quotients as the code writes them, defined by their bounds alone",
             _without_either_on_quotients,
+        ),
+        Idea(
+            "refutations",
+            "what a path was refuted by is not asked again where the same holds",
+            "every path of every setting asked about",
+            _without_refutations,
         ),
         Idea(
             "merging",

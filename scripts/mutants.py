@@ -34,19 +34,21 @@ from conformance.replay import replay
 from conformance.report import counterexample_line
 from conformance.scenario import to_json
 from conformance.targets import TargetError, resolve
-from models import smt, term
+from models import smt
 from models.lift import (
     Exploration,
     MaybeMissingPaths,
     NotUnderstood,
+    PathSummary,
     Variant,
     variants_of,
 )
 from models.loader import CORE_MODULES, Core
 from models.predict import LiftedTree
-from models.prove import Counterexample, Obligation, Prover, Verdict, explorations_for
+from models.prove import Counterexample, Obligation, Prover, Refutations, Verdict, explorations_for
 from models.rewrite import rewrite
 from models.runtime import BUILTINS
+from models.step import ManagerRun
 from models.term import Unsupported
 from models.traits import Traits, traits_of
 from scripts.same_steps import Behaviour, NotComparable, difference, is_same
@@ -95,6 +97,9 @@ _ONLY_IN_STEPS_OF: dict[str, tuple[str, ...]] = {
 }
 #: Families that likely show a change come first.
 _LIKELY_FIRST = ("first", "running", "checkpoint", "hit-partial")
+#: Seconds per attempt of the solver, by seed, where a copy is asked about. Releases get longer: a
+#: question about a copy that stays open makes a survivor, which is the harder judgement.
+_ATTEMPTS = {0: 1.0, 1: 10.0}
 #: Name of the copy among predictions.
 _TARGET = "path:the copy"
 #: A family with its tags.
@@ -252,11 +257,10 @@ class Case:
 
 
 class _WatchedCore(Core):
-    """A lifted core that keeps each manager built from it, and what it returned and freed."""
+    """A lifted core that keeps what each manager built from it returned and freed."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root, rewrite=rewrite, overrides=BUILTINS)
-        self.managers_built: list[Any] = []
         self.returned: dict[int, Any] = {}
         self.told_pool: dict[int, dict[str, list[Any]]] = {}
         self._watched = self._watching(super().symbol_of("MambaManager"))
@@ -266,8 +270,8 @@ class _WatchedCore(Core):
         return self._watched if name == "MambaManager" else super().symbol_of(name)
 
     def forget(self) -> None:
-        """Let go of the managers of an exploration that is done."""
-        for kept in (self.managers_built, self.returned, self.told_pool):
+        """Let go of what the managers of an exploration that is done did."""
+        for kept in (self.returned, self.told_pool):
             kept.clear()
 
     def _watching(self, manager_class: Any) -> Any:
@@ -276,7 +280,6 @@ class _WatchedCore(Core):
         class Watched(manager_class):  # type: ignore[misc]
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 super().__init__(*args, **kwargs)
-                core.managers_built.append(self)
                 pool = kwargs["block_pool"]
                 freed: list[Any] = []
                 moved: list[Any] = []
@@ -308,6 +311,9 @@ class Lifted(LiftedTree):
     Args:
         root: Folder holding `vllm/`.
         same: A tree whose groups' managers are the same, so that theirs are not explored again.
+
+    Attributes:
+        refutations: What was shown of the tree's paths, and of its mutants'.
     """
 
     def __init__(self, root: Path, same: Lifted | None = None) -> None:
@@ -321,6 +327,7 @@ class Lifted(LiftedTree):
                 case: same._explored[case] for case in same._explored if not case[-1]
             }
         self._refuted: dict[tuple[Any, ...], bool] = {}
+        self.refutations = Refutations()
 
     def behaviour(self, case: Case) -> Behaviour:
         """Return all steps of a case.
@@ -353,9 +360,7 @@ class Lifted(LiftedTree):
             family, tags, variant, asks=asks, num_mamba_groups=num_mamba_groups
         )
         if not num_mamba_groups and case not in self._left:
-            # The last ones: some were built before, to learn how the tree's manager works.
-            managers = self._watched_core.managers_built[-len(found.paths) :]
-            self._left[case] = tuple(map(self._left_by, managers))
+            self._left[case] = tuple(map(self._left_by, found.paths))
         self._watched_core.forget()
         return found
 
@@ -367,13 +372,14 @@ class Lifted(LiftedTree):
                 self, case.manager, case.family, case.tags, THEOREMS[theorem]
             )
             self._refuted[key] = any(
-                smt.Question(each.assumptions).ask(Prover(each).violation(THEOREMS[theorem])).answer
-                is smt.Answer.SAT
+                Prover(each, self.refutations).look_for(THEOREMS[theorem]).answer is smt.Answer.SAT
                 for each in explorations
             )
         return self._refuted[key]
 
-    def _left_by(self, manager: Any) -> dict[str, Any]:
+    def _left_by(self, path: PathSummary) -> dict[str, Any]:
+        assert isinstance(path.run, ManagerRun)
+        manager = path.run.manager
         parts = {k: v for k, v in vars(manager).items() if k not in _CONSTANT_PARTS}
         return {
             **parts,
@@ -545,11 +551,10 @@ def _first_broken(
     release: Lifted, exploration: Exploration, case: Case
 ) -> tuple[str, Counterexample] | None:
     """The first theorem that the mutant breaks and the release keeps; the model's is the last."""
-    prover, slugs = Prover(exploration), _theorems_of(release, case)
-    any_broken = term.disjunction(prover.violation(THEOREMS[slug]) for slug in slugs)
-    if smt.Question(exploration.assumptions).ask(any_broken).answer is smt.Answer.UNSAT:
-        return None
-    for slug in slugs:
+    prover = Prover(exploration, release.refutations)
+    for slug in _theorems_of(release, case):
+        if prover.look_for(THEOREMS[slug]).answer is smt.Answer.UNSAT:
+            continue
         if not release.is_refuted(case, slug):
             counterexample = prover.settle(THEOREMS[slug]).counterexample
             if counterexample is not None:
@@ -611,7 +616,7 @@ def judge_all(
         for slug in _theorems_of(release, case):
             release.is_refuted(case, slug)
     judged: dict[str, Judgement] = {}
-    with multiprocessing.Pool(jobs, maxtasksperchild=1) as pool:
+    with multiprocessing.Pool(jobs, _give_up_sooner, maxtasksperchild=1) as pool:
         for found in pool.imap_unordered(partial(judge, root=root), fitting):
             judged[found.mutant.name] = found
             done = f"{len(judged)}/{len(fitting)}"
@@ -621,6 +626,10 @@ def judge_all(
             )
     unfit = partial(Judgement, outcome=Outcome.DOES_NOT_FIT)
     return [judged.get(mutant.name) or unfit(mutant) for mutant in mutants]
+
+
+def _give_up_sooner() -> None:
+    smt.ATTEMPTS = _ATTEMPTS
 
 
 def counts(judged: Sequence[Judgement]) -> dict[str, int]:

@@ -210,6 +210,27 @@ def test_every_kind_of_step_of_a_release_has_a_path_that_draws(
         assert found, kind
 
 
+@pytest.mark.parametrize("kind", [("hit-partial", ()), ("checkpoint", ("overwide",))])
+def test_paths_do_not_depend_on_which_samples_were_looked_at_first(
+    kind: Kind, trees: Mapping[str, Path]
+) -> None:
+    """Seeds spare questions; whatever they are, the paths are the same in the same order."""
+    core = lifted_core(trees["0.31.0"])
+    alone = explore(core, *kind)
+    of_eagle = explore(core, *kind, Variant(eagle=True))
+    seeds = (*reversed(of_eagle.samples), {"block_size": 0}, {}, *alone.samples)
+
+    seeded = explore(core, *kind, seeds=seeds)
+
+    assert [path.condition for path in seeded.paths] == [path.condition for path in alone.paths]
+    assert [path.taken for path in alone.paths] == sorted(path.taken for path in alone.paths)
+    assert len(alone.paths) > 2
+    for path, sample in zip(seeded.paths, seeded.samples, strict=True):
+        evaluator = Evaluator(sample)
+        assert evaluator.truth(path.condition)
+        assert all(map(evaluator.truth, seeded.assumptions.values()))
+
+
 # ---- random lives on the real manager ------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,14 @@ from models import smt, term
 from models.evaluate import Evaluator
 from models.lift import Exploration, Variant, summary_of
 from models.predict import LiftedTree, values_of, violated
-from models.prove import Counterexample, Obligation, Prover, Verdict, prove
+from models.prove import (
+    Counterexample,
+    Obligation,
+    Prover,
+    Refutations,
+    Verdict,
+    prove,
+)
 from models.smt import Answer, ModelMismatch, Question, Result
 from spec.assumptions import (
     ASSUMPTIONS,
@@ -291,8 +298,13 @@ def test_an_unknown_witness_is_unknown(explored: Explored, monkeypatch: pytest.M
     prover = Prover(explored["0.31.0", "first", (), False])
     theorem = replace(THEOREMS["no-undercount"], witness=lambda s, step: step.drawn >= 10)
     ask = Question.ask
-    answers = iter((ask, lambda *_: smt.Result(Answer.UNKNOWN, reason="no idea")))
-    monkeypatch.setattr(Question, "ask", lambda self, *also: next(answers)(self, *also))
+    monkeypatch.setattr(
+        Question,
+        "ask",
+        lambda self, *also, given=(): (
+            ask(self, *also, given=given) if given else Result(Answer.UNKNOWN, reason="no idea")
+        ),
+    )
 
     part = prover.settle(theorem)
 
@@ -303,13 +315,14 @@ def test_a_model_that_python_does_not_confirm_never_leaves(
     trees: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With comparisons encoded one off, proving stops instead of refuting."""
-    honest = smt._Encoder._split
+    translation = smt._Translation()
+    honest = translation._made
 
-    def off_by_one(self: Any, x: Any) -> Any:
-        left, right = honest(self, x)
-        return left, right + 1
+    def off_by_one(x: Any) -> Any:
+        return translation.number(x.args[0]) <= 1 if x.kind == "le" else honest(x)
 
-    monkeypatch.setattr(smt._Encoder, "_split", off_by_one)
+    monkeypatch.setattr(translation, "_made", off_by_one)
+    monkeypatch.setattr(smt, "_TRANSLATION", translation)
 
     with pytest.raises(ModelMismatch):
         list(prove(LiftedTree(trees["0.30.0"]), families=["first"]))
@@ -346,13 +359,54 @@ def test_a_claim_is_asked_about_in_parts_that_leave_out_no_step(explored: Explor
     """One number of speculative blocks at a time, and all others, which the assumptions exclude."""
     prover = Prover(explored["0.31.0", "running", (), False])
     theorem = THEOREMS["no-block-twice"]
-    parts = list(prover._parts(theorem))
+    parts = [
+        term.conjunction((path.condition, way))
+        for path in prover.exploration.paths
+        for way in prover._ways_to_break(theorem, path)
+    ]
     question = smt.Question()
     question.add(prover.violation(theorem), term.negation(term.disjunction(parts)))
 
-    assert len(parts) == len(SPECULATIVE_BLOCKS) + 1
+    assert len(parts) % (len(SPECULATIVE_BLOCKS) + 1) == 0
+    assert len(parts) > len(SPECULATIVE_BLOCKS) + 1
     assert question.ask().answer is Answer.UNSAT
-    assert sum(1 for _ in prover.smtlib(theorem)) == len(parts)
+    assert sum(1 for _ in prover.smtlib(theorem)) == len(SPECULATIVE_BLOCKS) + 1
+
+
+def test_a_refutation_is_known_only_where_all_that_it_used_holds() -> None:
+    """Of another formula, or where something is missing, nothing is known."""
+    a, b, c = (term.bool_var(name) for name in ("known_a", "known_b", "known_c"))
+    refutations = Refutations()
+    refutations.add(c, frozenset({id(a), id(b)}), ("slug",))
+
+    assert refutations.core_of(c, {id(a), id(b), id(c)}) == ("slug",)
+    assert refutations.core_of(c, {id(a), id(c)}) is None
+    assert refutations.core_of(a, {id(a), id(b)}) is None
+
+
+@pytest.mark.parametrize("family", ["first", "hit-partial"])
+def test_what_was_refuted_before_changes_no_verdict(
+    family: str, trees: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Settings and groups that know of each other's refutations come to what they come to alone."""
+
+    def verdicts() -> list[tuple[Any, ...]]:
+        return [
+            (o.manager, o.tags, o.theorem, o.verdict, repr(o.counterexample))
+            for o in prove(LiftedTree(trees["0.31.0"]), families=[family])
+        ]
+
+    together, known = verdicts(), Refutations.core_of
+    uses = []
+
+    def noted(self: Refutations, formula: Any, facts: Any) -> Any:
+        uses.append(known(self, formula, facts) is not None)
+
+    monkeypatch.setattr(Refutations, "core_of", noted)
+    alone = verdicts()
+
+    assert alone == together
+    assert any(uses)
 
 
 @pytest.mark.parametrize(
@@ -368,10 +422,9 @@ def test_where_the_solver_gives_up_small_sizes_are_looked_at(
     """That is evidence with its bounds, and never a proof."""
     prover = Prover(explored["0.31.0", "first", (), False])
 
-    def ask(self: Question, *formulas: object) -> Result:
-        if len(formulas) > 1:
-            return Result(small, reason="out of reach")
-        return Result(Answer.UNKNOWN, reason="out of reach")
+    def ask(self: Question, *formulas: object, given: Sequence[object] = ()) -> Result:
+        answer = Answer.UNKNOWN if given else small
+        return Result(answer, reason="out of reach")
 
     monkeypatch.setattr(Question, "ask", ask)
     part = prover.settle(THEOREMS["exact-estimate"])
@@ -389,9 +442,12 @@ def test_a_small_counterexample_is_found_where_the_solver_gives_up(
     prover = Prover(explored["0.30.0", "checkpoint", (), False])
     ask = Question.ask
 
-    def give_up_on_all(self: Question, *formulas: object) -> Result:
-        is_all = self is prover._question and len(formulas) == 1
-        return Result(Answer.UNKNOWN, reason="hard") if is_all else ask(self, *formulas)
+    def give_up_on_all(
+        self: Question, *formulas: term.BoolLike, given: Sequence[term.BoolLike] = ()
+    ) -> Result:
+        if given:
+            return Result(Answer.UNKNOWN, reason="hard")
+        return ask(self, *formulas)
 
     monkeypatch.setattr(Question, "ask", give_up_on_all)
 

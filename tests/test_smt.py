@@ -127,18 +127,27 @@ def test_a_solver_that_runs_on_without_counting_steps_is_stopped(
 @pytest.mark.parametrize("sabotage", ["le", "eq", "choice", "div"])
 def test_a_wrong_encoding_is_noticed(monkeypatch: pytest.MonkeyPatch, sabotage: str) -> None:
     """A model of an encoding that says something else than the term is never handed out."""
-    honest_formula, honest_atom = smt._Encoder._encode, smt._Encoder._atom
+    translation = smt._Translation()
+    made, made_atom, conditions = (
+        translation._made,
+        translation._made_atom,
+        translation._conditions_of,
+    )
 
-    def encode(self: Any, x: term.Bool) -> Any:
-        encoded = honest_formula(self, x)
-        return smt.z3.Not(encoded) if x.kind == sabotage else encoded
+    def formula_of(x: term.Bool) -> Any:
+        return smt.z3.Not(made(x)) if x.kind == sabotage else made(x)
 
-    def atom(self: Any, uid: int) -> Any:
-        encoded = honest_atom(self, uid)
-        return encoded + 1 if term.ATOMS[uid].kind == sabotage else encoded
+    def atom_of(uid: int) -> Any:
+        is_wrong = term.ATOMS[uid].kind == sabotage == "choice"
+        return made_atom(uid) + 1 if is_wrong else made_atom(uid)
 
-    monkeypatch.setattr(smt._Encoder, "_encode", encode)
-    monkeypatch.setattr(smt._Encoder, "_atom", atom)
+    def conditions_of(uid: int) -> Any:
+        return () if term.ATOMS[uid].kind == sabotage else conditions(uid)
+
+    monkeypatch.setattr(translation, "_made", formula_of)
+    monkeypatch.setattr(translation, "_made_atom", atom_of)
+    monkeypatch.setattr(translation, "_conditions_of", conditions_of)
+    monkeypatch.setattr(smt, "_TRANSLATION", translation)
     formula = {
         "le": X <= 3,
         "eq": X == 3,
@@ -148,6 +157,32 @@ def test_a_wrong_encoding_is_noticed(monkeypatch: pytest.MonkeyPatch, sabotage: 
 
     with pytest.raises(ModelMismatch):
         Question().ask(formula)
+
+
+def test_a_refutation_says_which_of_the_given_formulas_it_used() -> None:
+    """Those it did not need are left out, and none of them binds a later question."""
+    question = Question({"least": X >= 3})
+    result = question.ask(X + Z <= 3, given=[Z >= 1, Y <= 5, P])
+
+    assert result.answer is Answer.UNSAT
+    assert (result.core, result.given) == (("least",), (Z >= 1,))
+    assert question.ask(X + Z <= 3, given=[P]).answer is Answer.SAT
+    assert question.ask(Z <= 0).answer is Answer.SAT
+
+
+def test_a_model_keeps_the_given_formulas() -> None:
+    """What is given holds in the answer, whichever question it was given with first."""
+    question = Question()
+    for number in (7, 9, 7):
+        result = question.ask(X >= 1, given=[number == X])
+        assert (result.answer, result.values["x"]) == (Answer.SAT, number)
+    assert question.ask(X == 8).answer is Answer.SAT
+
+
+def test_a_term_is_translated_for_each_question_with_its_side_conditions() -> None:
+    """A quotient that another question knew is one here, too."""
+    for _ in range(2):
+        assert Question().ask(X // Y * Y > X, Y >= 1).answer is Answer.UNSAT
 
 
 def test_a_script_says_the_same_question() -> None:

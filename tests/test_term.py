@@ -275,6 +275,40 @@ def test_a_negation_holds_exactly_where_the_formula_does_not(
         assert term.negation(term.negation(made)) is made or not isinstance(made, Bool)
 
 
+@pytest.mark.parametrize(
+    ("formula", "comparison", "is_excluded"),
+    [
+        (X + Y + Z <= 3, X + Y >= 4, True),  # Z is not negative
+        (X + Y + Z <= 3, X + Y >= 3, False),
+        ((X + Z <= 3) & P, X >= 4, True),
+        ((X + Z <= 3) | (X + Y <= 4), X >= 4, True),
+        ((X + Z <= 3) | P, X >= 4, False),
+        (P, X >= 4, False),
+        (X == 3, X >= 4, False),  # so it is, but only sums of two are looked at
+        (X <= 3, (X >= 4) & P, False),
+        (False, P, True),
+        (True, X >= 4, False),
+        (X <= 3, True, False),
+    ],
+)
+def test_a_formula_excludes_a_comparison_only_where_no_values_keep_both(
+    formula: Any, comparison: Any, is_excluded: bool
+) -> None:
+    """What is seen to be excluded is so, as the solver confirms."""
+    assert term.excludes(formula, comparison) is is_excluded
+    if is_excluded:
+        question = smt.Question()
+        question.add(formula, comparison)
+        assert question.ask().answer is smt.Answer.UNSAT
+
+
+def test_the_parts_of_a_formula_say_the_same_together() -> None:
+    """Of a conjunction all, of a disjunction any, of others the formula itself."""
+    for formula in (X <= 3, P, (X <= 3) & P, (X <= 3) | P, True, False):
+        assert term.conjunction(term.conjuncts(formula)) is formula
+        assert term.disjunction(term.disjuncts(formula)) is formula
+
+
 def test_an_absent_variable_has_a_declared_value() -> None:
     """A sample that leaves variables out stays within the declarations."""
     for variable in (X, Y, Z, W):
