@@ -268,6 +268,16 @@ def workloads(targets: tuple[str, ...], names: tuple[str, ...]) -> int:
 
 #: Releases whose calls differ from what `conformance.life_scheduler` describes.
 _NOT_LIVED = ("0.24.0", "0.25.0", "0.26.0", "0.27.0")
+#: Violations of a target that `explore` shows.
+_MOST_LINES = 10
+
+
+def _resolved_to_live(targets: Sequence[str]) -> list[Tree]:
+    trees = _resolved(targets)
+    for tree in trees:
+        if tree.release in _NOT_LIVED:
+            raise CannotRun(f"{tree.target}: lives are not described for releases before 0.28.0")
+    return trees
 
 
 @cli.command()
@@ -291,7 +301,12 @@ _NOT_LIVED = ("0.24.0", "0.25.0", "0.26.0", "0.27.0")
     metavar="FILE",
     help="Journal of what is done: read first, added to.",
 )
-@click.option("--save", type=click.Path(path_type=Path), metavar="FILE", help="Write a life found.")
+@click.option(
+    "--save",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the first life found with a violation that is not known.",
+)
 def explore(
     targets: tuple[str, ...],
     blocks: int,
@@ -309,15 +324,14 @@ def explore(
     from conformance.driver import DriverError
     from conformance.life_files import dumps
 
-    worst = AS_EXPECTED
-    for tree in _resolved(targets or DEFAULT_TARGETS):
-        if tree.release in _NOT_LIVED:
-            raise CannotRun(f"{tree.target}: lives are not described for releases before 0.28.0")
-        driver = exploring.driver_of(str(tree.root))
-        has_checkpoints = "num_prefill_checkpoint_blocks" in driver.bindings.spec_arguments
-        setting = exploring.small_setting(blocks, requests, has_checkpoints)
-        setting = setting if blocks else exploring.tight(driver, replace(setting, num_gpu_blocks=2))
+    to_save, worst = save, AS_EXPECTED
+    for tree in _resolved_to_live(targets or DEFAULT_TARGETS):
         try:
+            driver = exploring.driver_of(str(tree.root))
+            has_checkpoints = "num_prefill_checkpoint_blocks" in driver.bindings.spec_arguments
+            setting = exploring.small_setting(blocks, requests, has_checkpoints)
+            if not blocks:
+                setting = exploring.tight(driver, replace(setting, num_gpu_blocks=2))
             found = exploring.explore_in_parallel(
                 tree.root,
                 setting,
@@ -328,16 +342,19 @@ def explore(
                 backend=backend,
             )
         except DriverError as error:
-            raise CannotRun(str(error)) from None
+            raise CannotRun(f"{tree.target}: {error}") from None
         click.echo(
             f"{tree.target}: {setting.num_gpu_blocks} blocks, {requests} requests, {rules} rules: "
             f"{found.num_states} states, {found.num_lives} lives, {found.num_known} with a known "
             f"fault, {len(found.violations)} violations"
         )
-        for line, life in found.violations[:10]:
+        for line, _ in found.violations[:_MOST_LINES]:
             click.echo(f"  {line}")
-            if save is not None:
-                save.write_text(dumps(life))
+        if len(found.violations) > _MOST_LINES:
+            click.echo(f"  and {len(found.violations) - _MOST_LINES} more")
+        if found.violations and to_save is not None:
+            to_save.write_text(dumps(found.violations[0][1]))
+            to_save = None
         worst = NOT_AS_EXPECTED if found.violations else worst
     return worst
 
@@ -348,7 +365,7 @@ def _replay_life(file: Path, targets: Sequence[str], tier: str) -> int:
     from conformance.life_files import load, replay_lives
 
     life, worst = load(file), AS_EXPECTED
-    for tree in _resolved(targets):
+    for tree in _resolved_to_live(targets):
         try:
             (seen,) = replay_lives(tree.root, tier, [life], tree.target)
         except BindingError as error:

@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +20,10 @@ from typing import Any
 
 import pytest
 
-from conformance import cli, obligations, parallel
+from conformance import cli, life_files, obligations, parallel
 from conformance.expectations import expected, where
+from conformance.explore import small_setting
+from conformance.lives import Life
 from conformance.obligations import Selection, settled_by_part
 from conformance.replay import PROJECT_ROOT
 from conformance.scenario import dumps, load
@@ -799,8 +802,54 @@ def test_everything_with_a_name_is_explained(capsys: Output, slug: str, sentence
     assert capsys.readouterr().out.startswith(f"{slug}: {sentence}\n")
 
 
+# ---- lives ---------------------------------------------------------------------------------------
+
+
+def test_the_first_life_that_explore_finds_is_saved_and_replays(
+    copy_tree: CopyTree, tmp_path: Path, capsys: Output
+) -> None:
+    """States that are retired too early are found; of several such lives one is kept, once."""
+    edit = ("return num_computed_tokens - 1", "return num_computed_tokens + self.block_size")
+    root, saved = copy_tree("0.31.0", edit), tmp_path / "life.json"
+    target = f"path:{root}"
+    assert cli.run(["explore", "--target", target]) == 2
+    assert "scheduler.py: cannot be read" in one_line(capsys.readouterr().err)
+    scheduler = Path("vllm", "v1", "core", "sched", "scheduler.py")
+    (root / scheduler).parent.mkdir()
+    shutil.copyfile(resolve(NEW).root / scheduler, root / scheduler)
+    command = ["explore", "--target", target, "--rules", "4", "--requests", "1"]
+
+    assert cli.run([*command, "--save", str(saved)]) == 1
+    counts, *lines = capsys.readouterr().out.splitlines()
+    assert cli.run(["replay", str(saved), "--target", target]) == 1
+    of_saved = capsys.readouterr().out.splitlines()[1:]
+
+    assert "17 violations" in counts
+    assert (len(lines), lines[-1]) == (11, "  and 7 more")
+    assert any(line.startswith(lines[0]) for line in of_saved)
+
+
+def test_lives_of_a_release_that_is_not_described_are_refused(
+    tmp_path: Path, capsys: Output
+) -> None:
+    """Before anything is lived on another target, and when one is replayed too."""
+    saved = tmp_path / "life.json"
+    saved.write_text(life_files.dumps(Life(small_setting(9, 1, True), ())))
+
+    for command in (["explore"], ["replay", str(saved)]):
+        assert cli.run([*command, "--target", NEW, "--target", "vllm==0.24.0"]) == 2
+        out, err = capsys.readouterr()
+        assert "vllm==0.24.0: lives are not described for releases before 0.28.0" in one_line(err)
+        assert out == ""
+
+
 @pytest.mark.parametrize(
-    "command", [[], ["prove"], ["gen-tests"], ["conform"], ["replay"], ["targets"], ["explain"]]
+    "command",
+    [
+        [],
+        *([name] for name in ("prove", "gen-tests", "conform", "replay", "targets", "explain")),
+        *([name] for name in ("explore", "workloads", "bisect")),
+    ],
 )
 def test_every_command_has_help(capsys: Output, command: list[str]) -> None:
     """Help is no failure."""
