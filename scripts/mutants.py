@@ -62,7 +62,8 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "mutants.toml"
-RELEASE = "0.31.0"
+#: The release that the changes are made for, so that each fits it; and the newest.
+RELEASE, NEWEST = "0.31.0", "0.33.0"
 KINDS = (
     "comparison",
     "sign",
@@ -737,7 +738,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the script; return its exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N")
-    parser.add_argument("--release", action="append", metavar="X.Y.Z", help=f"default {RELEASE}")
+    parser.add_argument(
+        "--release", action="append", metavar="X.Y.Z", help=f"default {RELEASE}, {NEWEST}"
+    )
     parser.add_argument("--only", action="append", default=[], metavar="NAME")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the page of results")
     options = parser.parse_args(arguments)
@@ -748,7 +751,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise MutantError(f"no mutant is called {', '.join(unknown)}")
         if options.only:
             mutants = [mutant for mutant in mutants if mutant.name in options.only]
-        roots = {name: resolve(f"vllm=={name}").root for name in options.release or [RELEASE]}
+        roots = {
+            name: resolve(f"vllm=={name}").root for name in options.release or (RELEASE, NEWEST)
+        }
         for mutant in mutants if RELEASE in roots else ():
             with mutated_tree(roots[RELEASE], mutant):
                 pass  # what is made for a release has to fit it
