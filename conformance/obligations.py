@@ -299,7 +299,7 @@ def _prove(tree: Tree, selection: Selection, on_progress: Callable[[str], None])
             "verdict": obligation.verdict.value,
             "scope": obligation.scope,
             "params": {"S": list(SPECULATIVE_BLOCKS), "K": list(CHECKPOINT_BLOCKS)},
-            "seconds": round(obligation.seconds, 4),
+            "seconds": round(obligation.seconds, 6),
             "assumptions": list(obligation.assumptions),
             "scenario": None if found is None else scenario.to_json(found),
             "replay": seen,
