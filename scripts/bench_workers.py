@@ -115,9 +115,9 @@ def beside(root: Path, release: str, seed: int) -> dict[str, Any]:
         return {"seconds": time.process_time() - started, "solver": watch.seconds["solver"]}
 
     def lifted_proof() -> None:
-        tree = LiftedTree(root)
+        tree, some = LiftedTree(root), THEOREMS[slugs[0]]
         for kind in hand_encoding.KINDS:
-            provers = [Prover(e) for e in explorations_for(tree, *kind, THEOREMS[slugs[0]])]
+            provers = [Prover(e) for e in explorations_for(tree, "mamba-align", *kind, some)]
             for slug in slugs:
                 verdict = _worst(prover.settle(THEOREMS[slug]).verdict for prover in provers)
                 lifted[(*kind, slug)] = verdict.value
