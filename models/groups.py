@@ -236,29 +236,25 @@ def _explore_slots(
     asks_gate: bool,
 ) -> Found:
     """All paths of `allocate_slots`, whatever its groups answer."""
-    mismatches: dict[int, BoolLike] = {}  # by the identity of a step
 
     def make() -> SlotsRun:
         return SlotsRun(core, situation, num_mamba_groups, asks_gate=asks_gate)
 
-    def perform(run: SlotsRun) -> Step:
-        step = run.step()
-        mismatches[id(step)] = run.mismatches()
-        return step
-
-    run = partial(run_along, core, make, perform)
+    run = partial(run_along, core, make, SlotsRun.step)
     found = all_paths(core, run, situation, assumptions, "allocate_slots")
     question = smt.Question(assumptions)
-    through = [path for path in found.paths if path.step.raised is None]
-    result = question.ask(
-        term.disjunction(
-            term.conjunction((path.condition, mismatches[id(path.step)])) for path in through
-        )
-    )
+    through = (path for path in found.paths if path.step.raised is None)
+    result = question.ask(term.disjunction(map(_asked_otherwise, through)))
     if result.answer is not smt.Answer.UNSAT:
         file = core.file_of(COORDINATOR)
         raise NotUnderstood(f"{file}: groups may be asked something else than the step's numbers")
     return found
+
+
+def _asked_otherwise(path: PathSummary) -> BoolLike:
+    """Where a path is taken and a group is asked something else than the step's numbers."""
+    assert isinstance(path.run, SlotsRun)
+    return term.conjunction((path.condition, path.run.mismatches()))
 
 
 def _assumptions(situation: Situation, traits: Traits, *, asks_gate: bool) -> dict[str, BoolLike]:

@@ -349,8 +349,8 @@ def all_paths(
                 result = _side_by_side(assumptions, [path for path, _ in found])
             if result.answer is smt.Answer.UNSAT:
                 found.sort(key=lambda each: each[0].taken)
-                paths, samples = zip(*found, strict=True) if found else ((), ())
-                return Found(paths, samples, result.core)
+                paths = tuple(path for path, _ in found)
+                return Found(paths, tuple(sample for _, sample in found), result.core)
             if result.answer is smt.Answer.UNKNOWN:
                 raise MaybeMissingPaths(f"{what}: paths may be missing: {result.reason}")
             sample = result.values

@@ -87,14 +87,10 @@ class LiftedTree:
 
     def _seeds(self, family: str, tags: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
         """Yield samples of a kind's other settings, whose paths are much the same."""
-        for key, exploration in self._explored.items():
-            if key[:2] == (family, tags) and not key[-1]:
+        for (its_family, its_tags, *_, num_mamba_groups), exploration in self._explored.items():
+            if (its_family, its_tags) == (family, tags) and not num_mamba_groups:
                 for sample in exploration.samples:
-                    yield sample
-                    if "num_request_tokens" not in sample:
-                        step = max(sample.get(name, 1) for name in _TOKENS_OF_A_STEP)
-                        for tokens in (step, step + 2 * sample.get("block_size", 1)):
-                            yield {**sample, "num_request_tokens": tokens}
+                    yield from (sample, *_with_request_tokens(sample))
 
     def explorations_of(
         self,
@@ -158,6 +154,14 @@ class LiftedTree:
         if path is None:
             return None
         return step_in_numbers(path.step, values, _columns_that_may_be_left(situation))
+
+
+def _with_request_tokens(sample: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield a sample of a step as samples of what asks the gate as well: no more, and some more."""
+    if "num_request_tokens" not in sample:
+        step = max(sample.get(name, 1) for name in _TOKENS_OF_A_STEP)
+        for tokens in (step, step + 2 * sample.get("block_size", 1)):
+            yield {**sample, "num_request_tokens": tokens}
 
 
 def step_in_numbers(step: Step, values: Mapping[str, Any], columns: Iterable[int]) -> Step:

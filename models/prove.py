@@ -370,7 +370,8 @@ class Prover:
         self.exploration = exploration
         self._refutations = refutations or Refutations()
         self._question = smt.Question(exploration.assumptions)
-        self._facts = _facts(exploration.assumptions.values())
+        assumed = tuple(exploration.assumptions.values())
+        self._facts = [_facts((*assumed, path.condition)) for path in exploration.paths]
         self._pool = Pool(
             term.int_var("free_blocks", 0),
             term.int_var("watermark_blocks", 0),
@@ -413,9 +414,9 @@ class Prover:
         """Look for a step that breaks the claim, path by path; unsat means that there is none."""
         core: dict[str, None] = {}
         unknown: smt.Result | None = None
-        for path in self.exploration.paths:
+        for path, facts in zip(self.exploration.paths, self._facts, strict=True):
             for way in self._ways_to_break(theorem, path):
-                result = self._ask(path, way)
+                result = self._ask(path, facts, way)
                 if result.answer is smt.Answer.SAT:
                     return result
                 if result.answer is smt.Answer.UNKNOWN:
@@ -423,15 +424,14 @@ class Prover:
                 core.update(dict.fromkeys(result.core))
         return unknown or smt.Result(smt.Answer.UNSAT, core=tuple(core))
 
-    def _ask(self, path: PathSummary, way: BoolLike) -> smt.Result:
+    def _ask(self, path: PathSummary, facts: Set[int], way: BoolLike) -> smt.Result:
         """Ask whether a path can be taken while ``way`` holds, unless that is known."""
         if term.excludes(path.condition, way):
             return smt.Result(smt.Answer.UNSAT)
-        given = term.conjuncts(path.condition)
-        core = self._refutations.core_of(way, self._facts | _facts(given))
+        core = self._refutations.core_of(way, facts)
         if core is not None:
             return smt.Result(smt.Answer.UNSAT, core=core)
-        result = self._question.ask(way, given=given)
+        result = self._question.ask(way, given=term.conjuncts(path.condition))
         if result.answer is smt.Answer.UNSAT:
             assumed = (self.exploration.assumptions[slug] for slug in result.core)
             self._refutations.add(way, _facts((*result.given, *assumed)), result.core)

@@ -245,11 +245,8 @@ class _Encoder:
 
     def _say_order(self, uid: int) -> None:
         """Say that division by one positive divisor is monotone: it spares the solver products."""
-        numerator, divisor = ATOMS[uid].args
-        others = self._quotients.setdefault(_key(divisor), [])
+        others = self._quotients.setdefault(_key(ATOMS[uid].args[1]), [])
         for other in others:
-            its_numerator = ATOMS[other].args[0]
-            self._need(numerator - its_numerator)
             self._solver.add(*_TRANSLATION.order(uid, other))
         others.append(uid)
 

@@ -72,7 +72,7 @@ repeat_list: Callable[[list[Any], Int], Any] | None = None
 def _intern_atom(
     kind: str, args: tuple[Any, ...], low: int | None = None, high: int | None = None
 ) -> Int:
-    key = (kind, *[id(arg) if isinstance(arg, Int | Bool) else arg for arg in args])
+    key = (kind, *(arg._key if isinstance(arg, Int | Bool) else arg for arg in args))
     atom = _atom_of.get(key)
     if atom is None:
         atom = _atom_of[key] = Atom(len(ATOMS), kind, args, low, high)
@@ -278,7 +278,7 @@ class Bool(_Unsupporting):
     def __init__(self, kind: str, args: tuple[Any, ...]) -> None:
         self.kind, self.args = kind, args
         self._negation: BoolLike | None = None
-        self._key = (kind, *[id(arg) if isinstance(arg, Int | Bool) else arg for arg in args])
+        self._key = (kind, *(id(arg) if isinstance(arg, Int | Bool) else arg for arg in args))
 
     __hash__ = _Unsupporting.__hash__
 
@@ -457,12 +457,8 @@ def _gather(kind: str, parts: Iterable[BoolLike], *, absorbing: bool) -> BoolLik
                 return absorbing
             continue
         for piece in part.args if part.kind == kind else (part,):
-            if piece.kind not in ("and", "or"):
-                opposite = piece._negation
-                if opposite is None:
-                    opposite = negation(piece)
-                if id(opposite) in kept:
-                    return absorbing
+            if piece.kind not in ("and", "or") and id(negation(piece)) in kept:
+                return absorbing
             kept[id(piece)] = piece
     if not kept:
         return not absorbing

@@ -554,12 +554,12 @@ def _first_broken(
     """The first theorem that the mutant breaks and the release keeps; the model's is the last."""
     prover = Prover(exploration, release.refutations)
     for slug in _theorems_of(release, case):
-        if prover.look_for(THEOREMS[slug]).answer is smt.Answer.UNSAT:
+        holds = prover.look_for(THEOREMS[slug]).answer is smt.Answer.UNSAT
+        if holds or release.is_refuted(case, slug):
             continue
-        if not release.is_refuted(case, slug):
-            counterexample = prover.settle(THEOREMS[slug]).counterexample
-            if counterexample is not None:
-                return slug, counterexample
+        counterexample = prover.settle(THEOREMS[slug]).counterexample
+        if counterexample is not None:
+            return slug, counterexample
     return None
 
 

@@ -93,9 +93,7 @@ def _exclude_each_other(one: PathSummary, other: PathSummary) -> bool:
 
 def _literals(path: PathSummary) -> tuple[BoolLike, ...]:
     """What holds on a path: its decisions, or where paths were put together those of each."""
-    condition = path.condition
-    is_all = isinstance(condition, term.Bool) and condition.kind == "and"
-    return path.decisions or (condition.args if is_all else (condition,))
+    return path.decisions or term.conjuncts(path.condition)
 
 
 def differs(one: _Seen, other: _Seen) -> BoolLike:

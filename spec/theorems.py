@@ -150,8 +150,8 @@ class Theorem:
         not_elsewhere: Why it is not about the others.
         premises: Assumptions that the claim itself makes, beside those in force for the step.
         not_with: Why it is not about steps of a family that have a tag.
-        each_s_apart: Whether the solver is asked about one number of speculative blocks at a time,
-            which spares it most of the work where a claim is about many columns.
+        each_s_apart: Whether solvers are asked about one number of speculative blocks at a time,
+            which spares work where a claim is about many columns and asked about all paths at once.
     """
 
     slug: str

@@ -128,25 +128,17 @@ def test_a_solver_that_runs_on_without_counting_steps_is_stopped(
 def test_a_wrong_encoding_is_noticed(monkeypatch: pytest.MonkeyPatch, sabotage: str) -> None:
     """A model of an encoding that says something else than the term is never handed out."""
     translation = smt._Translation()
-    made, made_atom, conditions = (
-        translation._made,
-        translation._made_atom,
-        translation._conditions_of,
-    )
+    made, made_atom, honest = translation._made, translation._made_atom, smt._Translation()
 
     def formula_of(x: term.Bool) -> Any:
         return smt.z3.Not(made(x)) if x.kind == sabotage else made(x)
 
     def atom_of(uid: int) -> Any:
-        is_wrong = term.ATOMS[uid].kind == sabotage == "choice"
-        return made_atom(uid) + 1 if is_wrong else made_atom(uid)
-
-    def conditions_of(uid: int) -> Any:
-        return () if term.ATOMS[uid].kind == sabotage else conditions(uid)
+        return made_atom(uid) + 1 if term.ATOMS[uid].kind == sabotage else made_atom(uid)
 
     monkeypatch.setattr(translation, "_made", formula_of)
     monkeypatch.setattr(translation, "_made_atom", atom_of)
-    monkeypatch.setattr(translation, "_conditions_of", conditions_of)
+    monkeypatch.setattr(translation, "_conditions_of", honest._conditions_of)
     monkeypatch.setattr(smt, "_TRANSLATION", translation)
     formula = {
         "le": X <= 3,
