@@ -293,6 +293,13 @@ def _resolved_to_live(targets: Sequence[str]) -> list[Tree]:
     "--rules", type=click.IntRange(min=1), default=6, metavar="N", help="Rules in a life."
 )
 @click.option("--requests", type=click.IntRange(min=1), default=2, metavar="N")
+@click.option(
+    "--steps-in-flight",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="Steps whose outputs are not known when the next is scheduled; without drafts.",
+)
 @click.option("--jobs", type=click.IntRange(min=1), default=1, metavar="N", help="joblib workers.")
 @click.option("--backend", metavar="NAME", help="joblib backend; default: processes here.")
 @click.option(
@@ -312,6 +319,7 @@ def explore(
     blocks: int,
     rules: int,
     requests: int,
+    steps_in_flight: int,
     jobs: int,
     backend: str | None,
     resume: Path | None,
@@ -329,7 +337,7 @@ def explore(
         try:
             driver = exploring.driver_of(str(tree.root))
             has_checkpoints = "num_prefill_checkpoint_blocks" in driver.bindings.spec_arguments
-            setting = exploring.small_setting(blocks, requests, has_checkpoints)
+            setting = exploring.small_setting(blocks, requests, has_checkpoints, steps_in_flight)
             if not blocks:
                 setting = exploring.tight(driver, replace(setting, num_gpu_blocks=2))
             found = exploring.explore_in_parallel(

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib import import_module
 from itertools import permutations
 from pathlib import Path
 from random import Random
@@ -56,11 +57,20 @@ class Explored:
         self.violations += other.violations
 
 
-def small_setting(num_gpu_blocks: int, num_requests: int, release_has_checkpoints: bool) -> Setting:
-    """Like requests of two and a half blocks of 2 tokens, which share what they begin with."""
-    geometry = Geometry(2, 1, 1, int(release_has_checkpoints), 1, False)
-    plans = tuple(Plan(5, 2, 99) for _ in range(num_requests))
-    return Setting(geometry, num_gpu_blocks, plans)
+def small_setting(
+    num_gpu_blocks: int,
+    num_requests: int,
+    release_has_checkpoints: bool,
+    num_steps_in_flight: int = 0,
+) -> Setting:
+    """Like requests of two and a half blocks of 2 tokens, which share what they begin with.
+
+    With steps in flight there are no drafts, and two blocks more for each.
+    """
+    num_drafts = 0 if num_steps_in_flight else 1
+    geometry = Geometry(2, 1, num_drafts, int(release_has_checkpoints), 1, False)
+    plans = tuple(Plan(5 + 4 * num_steps_in_flight, 2, 99) for _ in range(num_requests))
+    return Setting(geometry, num_gpu_blocks, plans, num_steps_in_flight=num_steps_in_flight)
 
 
 def choices(pool: SharedPool, bounds: Bounds) -> Iterator[Rule]:
@@ -93,6 +103,8 @@ def choices(pool: SharedPool, bounds: Bounds) -> Iterator[Rule]:
     if pool.is_open:
         yield Rule("step")
     else:
+        if pool.in_flight:
+            yield Rule("step")
         yield Rule("reset")
 
 
@@ -136,9 +148,13 @@ def _described(pool: SharedPool, order: Sequence[int]) -> tuple[Any, ...]:
                 request.num_output_tokens,
                 request.num_drafts,
                 request.num_preemptions > 0,
+                request.num_in_flight_tokens,
+                request.num_stale_output_tokens,
+                request.num_output_placeholders,
                 request.shared_prefix_boundary,
                 request in pool.inflight_prefills,
-                _entry(pool, request.number),
+                _entry(pool.scheduled.get(request.number)),
+                [[_entry(e) for e in step if e.request is request] for step in pool.in_flight],
                 row and (row.state_column, row.num_accepted),
             )
         )
@@ -164,8 +180,7 @@ def _described(pool: SharedPool, order: Sequence[int]) -> tuple[Any, ...]:
     return _frozen(described)
 
 
-def _entry(pool: SharedPool, number: int) -> Any:
-    entry = pool.scheduled.get(number)
+def _entry(entry: Any) -> Any:
     if entry is None:
         return None
     return (entry.start, entry.num_new, entry.num_drafts, entry.num_accepted, entry.checkpoint)
@@ -317,13 +332,47 @@ def _spread(works: Sequence[tuple[Any, ...]], jobs: int, backend: str | None) ->
         yield from (_part(*work) for work in works)
         return
     from joblib import Parallel, delayed, parallel_config
+    from joblib.parallel import get_active_backend
 
-    try:
-        config = parallel_config(backend=backend or "loky", n_jobs=jobs)
-    except ValueError as error:
-        raise DriverError(f"--backend {backend}: {one_line(error)}") from None
-    with config:
-        yield from Parallel(return_as="generator")(delayed(_part)(*work) for work in works)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(_cluster(backend, jobs))
+            stack.enter_context(parallel_config(backend=backend or "loky", n_jobs=jobs))
+        except (ValueError, ImportError, OSError) as error:
+            raise DriverError(f"--backend {backend}: {one_line(error)}") from None
+        # Ray's backend hands the results over all at once.
+        one_by_one = get_active_backend()[0].supports_return_generator
+        parallel = Parallel(return_as="generator" if one_by_one else "list")
+        yield from parallel(delayed(_part)(*work) for work in works)
+
+
+@contextmanager
+def _cluster(backend: str | None, jobs: int) -> Iterator[None]:
+    """Connect to the cluster of a joblib backend that has one: the running one, or one made here.
+
+    Dask's is named by `DASK_SCHEDULER_ADDRESS`, Ray's by `RAY_ADDRESS`. Its workers need capproof,
+    and the trees at the same paths.
+
+    Raises:
+        ImportError: Its library is not installed.
+        OSError: It does not answer.
+    """
+    if backend == "dask":
+        dask, distributed = import_module("dask"), import_module("distributed")
+        named = dask.config.get("scheduler-address", None)
+        of_one_made_here = {"n_workers": jobs, "threads_per_worker": 1, "dashboard_address": None}
+        with distributed.Client(named, **({} if named else of_one_made_here)):
+            yield
+    elif backend == "ray":
+        ray = import_module("ray")
+        ray.init(ignore_reinit_error=True, log_to_driver=False)
+        import_module("ray.util.joblib").register_ray()
+        try:
+            yield
+        finally:
+            ray.shutdown()
+    else:
+        yield
 
 
 def _journal(journal: Path | None, heading: str) -> dict[str, list[int]]:

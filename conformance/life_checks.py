@@ -43,6 +43,8 @@ class StepSeen:
     reserved: int
     """Blocks left for others."""
     raised: str | None
+    num_steps_in_flight: int = 0
+    """Steps whose outputs are not known when the next one is scheduled."""
 
     @property
     def told(self) -> str:
@@ -238,14 +240,21 @@ def estimates(pool: SharedPool, rule: Rule) -> list[Violation]:
 
 
 def peak(pool: SharedPool, rule: Rule) -> list[Violation]:
-    """A request's tables, and copies queued for them, hold no more than the release reserves."""
-    most = pool.reserved_at_startup
+    """A request's tables, and copies queued for them, hold no more than the release reserves.
+
+    A step in flight reads the state that it started from, and may write a checkpoint: that much
+    more is held for each.
+    """
+    per_step = 1 + (pool.geometry.num_prefill_checkpoint_blocks > 0)
+    num_steps = pool.setting.num_steps_in_flight
+    most = pool.reserved_at_startup + num_steps * per_step
+    in_flight = f", with what {num_steps} steps in flight keep" if num_steps else ""
     return [
         HoldsTooMany(
             request.request_id,
             pool.num_steps,
             0,
-            f"holds {len(held)} blocks of group {group}, {most} are reserved",
+            f"holds {len(held)} blocks of group {group}, {most} are reserved{in_flight}",
             pool.last_seen.get(request.request_id),
         )
         for request in pool.requests
@@ -291,6 +300,8 @@ class KnownFault:
     theorems: tuple[str, ...]
     holds: Callable[[Situation], Any]
     """Whether a step may show it."""
+    needs_step_in_flight: bool = False
+    """Whether only requests with steps in flight show it."""
 
 
 _ESTIMATE = ("no-undercount", "exact-estimate", "matches-intended")
@@ -383,6 +394,22 @@ KNOWN = (
         lambda s: s.owns_partial_tail | hits_inside_a_block(s),
     ),
     KnownFault(
+        "states-in-flight-are-not-freed",
+        "0.26.0",
+        "0.29.0",
+        ("peak-within-sizing",),
+        lambda s: s.table_length > 0,
+        needs_step_in_flight=True,
+    ),
+    KnownFault(
+        "tail-cached-while-a-step-in-flight-writes-it",
+        "0.26.0",
+        "0.31.0",
+        ("live-state-kept",),
+        lambda s: s.table_length > 0 and s.call.total_computed_tokens >= s.prefill_length,
+        needs_step_in_flight=True,
+    ),
+    KnownFault(
         "checkpoint-of-a-hit",
         "0.29.0",
         "0.29.0",
@@ -408,6 +435,7 @@ def known_fault(
     for fault in faults:
         if (
             violation.theorem in fault.theorems
+            and (violation.seen.num_steps_in_flight or not fault.needs_step_in_flight)
             and _numbers(fault.first) <= release <= _numbers(fault.last)
             and bool(fault.holds(violation.seen.situation))
         ):

@@ -147,7 +147,10 @@ def loads(data: bytes | str) -> Life:
         Malformed: It is not one; one line with the field.
     """
     life = headed(data, KIND, SCHEMA).object(("setting", "rules"))
-    setting = _bounded(Setting, life["setting"], geometry=parse_geometry, plans=_plans)
+    given = life["setting"]
+    setting = _bounded(Setting, given, geometry=parse_geometry, plans=_plans)
+    if setting.num_steps_in_flight and setting.geometry.num_speculative_blocks:
+        raise given.refuse("num_steps_in_flight: steps with drafts wait for each output")
     return Life(setting, tuple(_rule(rule, len(setting.plans)) for rule in life["rules"].items()))
 
 

@@ -7,6 +7,7 @@ after every rule: `life_checks` says what.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -70,6 +71,9 @@ class Setting:
     """Tokens behind a step's end that get slots, for a draft model."""
     full_sequence_must_fit: bool = True
     """Whether an admission asks the full-sequence gate."""
+    num_steps_in_flight: int = 0
+    """Steps whose outputs are not known yet when the next one is scheduled: 1 is asynchronous
+    scheduling. Without drafts and without a connector only."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +134,13 @@ class Request:
     row: WorkerRow | None = None
     external_start: int = 0
     """Where the tokens begin that are being loaded."""
-    # What vLLM reads besides, and what it is here.
     num_in_flight_tokens: int = 0
+    """Tokens that steps in flight compute, stale ones included."""
+    num_stale_output_tokens: int = 0
+    """Of these, the ones from before a preemption."""
+    num_output_placeholders: int = 0
+    """Output tokens that steps in flight sample."""
+    # What vLLM reads besides, and what it is here.
     skip_reading_prefix_cache: bool = False
     lora_request: Any = None
     mm_features: tuple[Any, ...] = ()
@@ -155,6 +164,12 @@ class Request:
     def prefill_length(self) -> int:
         """Tokens to prefill. vLLM: `KVCacheManager.allocate_slots`, `prefill_end`."""
         return max(self.num_prompt_tokens, self.num_tokens - 1)
+
+    @property
+    def samples_its_last(self) -> bool:
+        """Whether a step in flight brings as many output tokens as the request makes."""
+        made = self.num_output_tokens + self.num_output_placeholders
+        return self.num_output_placeholders > 0 and made >= self.plan.max_tokens
 
     def tokens(self, end: int) -> Tokens:
         """The first tokens; those not made yet are what they will be."""
@@ -201,6 +216,8 @@ class _Scheduled:
     external_start: int
     continues_prefill: bool
     """Whether the request's last step left prefill to do. vLLM: `Request.is_prefill_chunk`."""
+    samples: bool
+    """Whether the step computes all tokens that are known, so that a model samples the next."""
     seen: StepSeen
 
 
@@ -234,6 +251,8 @@ class SharedPool:
         num_gpu_blocks: int | None = None,
     ) -> None:
         g = setting.geometry
+        if setting.num_steps_in_flight and g.num_speculative_blocks:
+            raise DriverError("steps with drafts wait for each output: none is in flight")
         self.setting, self.geometry = setting, g
         self.manager = group_bindings.new_kv_cache_manager(
             g, mamba_spec, num_gpu_blocks or setting.num_gpu_blocks, setting.num_mamba_groups
@@ -267,6 +286,8 @@ class SharedPool:
         )
         self.shadow = Shadow(g, len(self.managers))
         self.scheduled: dict[int, _Scheduled] = {}
+        self.in_flight: deque[tuple[_Scheduled, ...]] = deque()
+        """Steps whose outputs are not known yet, the oldest first."""
         self.inflight_prefills: list[Request] = []
         self.admits_no_more = self.has_admitted = False
         self.is_open = False
@@ -320,6 +341,10 @@ class SharedPool:
         request = self._request(rule, *ADMITTED_FROM)
         if self.admits_no_more:
             raise NotPossible("the step admits nobody any more")
+        if rule.num_external_tokens and self.setting.num_steps_in_flight:
+            raise NotPossible("with steps in flight there is no connector")
+        if request.num_stale_output_tokens:
+            raise NotPossible("output from before its preemption is still to come")
         self._begin()
         hit = self.manager.get_computed_blocks(request)
         blocks, local = hit[0], hit[1]
@@ -393,9 +418,12 @@ class SharedPool:
         request = self._request(rule, Stage.RUNNING)
         if request.number in self.scheduled or self.has_admitted:
             raise NotPossible("running requests are scheduled once, before waiting ones")
+        if request.samples_its_last:
+            raise NotPossible("a step in flight samples its last token")
         self._begin()
         start = request.num_computed_tokens
-        num_new = min(request.num_tokens + request.num_drafts - start, rule.num_tokens)
+        num_known = request.num_tokens + request.num_output_placeholders
+        num_new = min(num_known + request.num_drafts - start, rule.num_tokens)
         num_new = self._scheduler.split(request, num_new)
         if num_new == 0:
             return False
@@ -406,13 +434,17 @@ class SharedPool:
         assert request.row is not None
         for table, new in zip(request.row.tables, allocated.blocks, strict=True):
             table.extend(block.block_id for block in new)
-        drafts = max(start + num_new - request.num_tokens, 0)
+        drafts = max(start + num_new - num_known, 0)
         self._schedule(request, start, num_new, drafts, rule, start)
         return True
 
     def _step(self, rule: Rule) -> bool:
-        """Run what was scheduled, and take in its output. vLLM: `GPUModelRunner`, `Scheduler`."""
-        if not self.is_open:
+        """Run what was scheduled, and take in its output, or that of the oldest step in flight.
+
+        vLLM: `GPUModelRunner`, `Scheduler`, `EngineCore.step_with_batch_queue`. A device runs steps
+        in the order in which they were scheduled, so that what one reads may be written after it.
+        """
+        if not self.is_open and not self.in_flight:
             raise NotPossible("no step is being scheduled")
         copies = self._copies()
         chunks = [self._chunk(entry) for entry in self.scheduled.values()]
@@ -424,8 +456,11 @@ class SharedPool:
         except StateLost as lost:
             self._lost(lost)
         self.pool.free_blocks([block for pair in copies for block in pair])
-        for entry in self.scheduled.values():
-            self._take_output(entry)
+        if self.scheduled:
+            self._sent(tuple(self.scheduled.values()))
+        if len(self.in_flight) > (self.setting.num_steps_in_flight if self.scheduled else 0):
+            for entry in self.in_flight.popleft():
+                self._take_output(entry)
         self.scheduled.clear()
         self.is_open = self.admits_no_more = self.has_admitted = False
         self.num_steps += 1
@@ -457,7 +492,8 @@ class SharedPool:
         self._begin()
         self._lose_blocks(request)
         request.stage, request.status = Stage.PREEMPTED, self._statuses["PREEMPTED"]
-        request.num_computed_tokens = request.num_drafts = 0
+        request.num_computed_tokens = request.num_drafts = request.num_output_placeholders = 0
+        request.num_stale_output_tokens = request.num_in_flight_tokens
         request.num_preemptions += 1
         self.admits_no_more = True
         return True
@@ -528,7 +564,9 @@ class SharedPool:
                 self._arrive(rule)
                 continue
             name = {Stage.ARRIVED: "promote", Stage.RUNNING: "run"}.get(request.stage, "admit")
-            done = self._checked(replace(calls, name=name))
+            done = self._is_waiting_for_output(request)
+            if not done:
+                done = self._checked(replace(calls, name=name))
             if self.is_dead:
                 break
             if not done and name == "run":
@@ -540,6 +578,9 @@ class SharedPool:
             if refusals >= MAX_ATTEMPTS or preemptions >= MAX_ATTEMPTS:
                 return max(refusals, preemptions)
         return 0
+
+    def _is_waiting_for_output(self, request: Request) -> bool:
+        return request.samples_its_last or request.num_stale_output_tokens > 0
 
     def _checked(self, rule: Rule) -> bool:
         self.seen = None
@@ -682,6 +723,7 @@ class SharedPool:
             free=free,
             reserved=reserved,
             raised=None if raised is None else type(raised).__name__,
+            num_steps_in_flight=self.setting.num_steps_in_flight,
         )
         self.last_seen[request.request_id] = self.seen
         if raised is not None:
@@ -747,15 +789,24 @@ class SharedPool:
             checkpoint = checkpoint_position(situation)
         accepted = 0 if request.stage is not Stage.RUNNING else min(rule.num_accepted, drafts)
         continues = request.stage is Stage.RUNNING and start < request.num_tokens - 1
+        samples = start + num_new >= request.num_tokens + request.num_output_placeholders
         self.scheduled[request.number] = _Scheduled(
-            request, start, num_new, drafts, accepted, checkpoint, external, continues, self.seen
+            request,
+            start,
+            num_new,
+            drafts,
+            accepted,
+            checkpoint,
+            external,
+            continues,
+            samples,
+            self.seen,
         )
         request.stage, request.status = Stage.RUNNING, self._statuses["RUNNING"]
         request.num_computed_tokens, request.num_drafts = start, 0
-        is_prefill = start + num_new < request.num_tokens
-        if is_prefill and request not in self.inflight_prefills:
+        if not samples and request not in self.inflight_prefills:
             self.inflight_prefills.append(request)
-        elif not is_prefill and request in self.inflight_prefills:
+        elif samples and request in self.inflight_prefills:
             self.inflight_prefills.remove(request)
 
     def _copies(self) -> list[tuple[Any, Any]]:
@@ -780,20 +831,35 @@ class SharedPool:
             checkpoint=entry.checkpoint,
         )
 
+    def _sent(self, step: tuple[_Scheduled, ...]) -> None:
+        """A step is in flight. vLLM: `Scheduler`, `AsyncScheduler`, `_update_after_schedule`."""
+        self.in_flight.append(step)
+        for entry in step:
+            request = entry.request
+            request.num_computed_tokens = entry.start + entry.num_new
+            request.num_in_flight_tokens += entry.num_new
+            request.num_output_placeholders += entry.samples
+
     def _take_output(self, entry: _Scheduled) -> None:
-        """vLLM: `Scheduler._update_after_schedule`, `update_from_output`."""
-        request, end = entry.request, entry.start + entry.num_new
-        request.num_computed_tokens = end - entry.num_drafts + entry.num_accepted
-        if end < request.num_tokens:
+        """The output of a step is known. vLLM: `Scheduler.update_from_output`."""
+        request = entry.request
+        is_stale = request.num_stale_output_tokens > 0
+        request.num_in_flight_tokens -= entry.num_new
+        request.num_stale_output_tokens -= entry.num_new if is_stale else 0
+        if request.stage is Stage.ENDED or not entry.samples:
             return
         made = entry.num_accepted + 1
         left = request.plan.max_tokens - request.num_output_tokens
         request.num_output_tokens += min(made, left)
         request.update_hashes()
-        num_spec = self.geometry.num_speculative_blocks
-        if self._text.caches_after_output and num_spec:
-            self.manager.cache_blocks(request, request.num_computed_tokens)
-        request.num_drafts = num_spec
+        if not is_stale:
+            num_spec = self.geometry.num_speculative_blocks
+            request.num_output_placeholders -= 1
+            request.num_computed_tokens -= entry.num_drafts - entry.num_accepted
+            if self.setting.num_steps_in_flight or (self._text.caches_after_output and num_spec):
+                known = request.num_computed_tokens - request.num_in_flight_tokens
+                self.manager.cache_blocks(request, known)
+            request.num_drafts = num_spec
         if request.num_output_tokens >= request.plan.max_tokens:
             self._end(request)
 

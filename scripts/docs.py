@@ -1,11 +1,13 @@
-"""Write the table of theorems and verdicts into README.md from the committed verdicts.
+"""Write the table of theorems and verdicts, and how many there are, into README.md.
 
-With ``--check`` nothing is written, and the exit status is 1 where the table is not current.
+Both come from the committed verdicts. With ``--check`` nothing is written, and the exit status is 1
+where the page is not current.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -14,14 +16,16 @@ from conformance.expectations import suite_of, where
 from spec.theorems import OBLIGATIONS, THEOREMS
 
 ROOT = Path(__file__).resolve().parent.parent
+Verdicts = dict[str, dict[str, dict[str, str]]]
 README = ROOT / "README.md"
 VERDICTS = ROOT / "generated_tests" / "scenarios" / "verdicts.json"
+#: The last line that `make prove` prints.
+TOTALS = re.compile(r"^\d+ obligations: .*$", re.MULTILINE)
 BEGIN, END = "<!-- verdicts: written by scripts/docs.py -->", "<!-- end of verdicts -->"
 
 
-def table() -> str:
+def table(verdicts: Verdicts) -> str:
     """Return the table as Markdown: a row per theorem and manager, a column per target."""
-    verdicts = json.loads(VERDICTS.read_text(encoding="utf-8"))["verdicts"]
     targets = list(verdicts)
     lines = [f"| theorem | claim | {' | '.join(targets)} |", "|---|---|" + "---|" * len(targets)]
     for slug, theorem in THEOREMS.items():
@@ -32,6 +36,20 @@ def table() -> str:
             claim = f"{claim} (`{manager}`)" if manager != "mamba-align" else claim
             lines.append(f"| `{slug}` | {claim} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def totals(verdicts: Verdicts) -> str:
+    """Return the line that says how many obligations there are, and how they end."""
+    counts = Counter(
+        verdict
+        for by_kind in verdicts.values()
+        for by_theorem in by_kind.values()
+        for verdict in by_theorem.values()
+    )
+    return (
+        f"{counts.total()} obligations: {counts['PROVED']} proved, {counts['REFUTED']} not, "
+        f"{counts['NOT_APPLICABLE']} not applicable; 0 not as expected"
+    )
 
 
 def _cell(by_kind: dict[str, dict[str, str]], manager: str, slug: str) -> str:
@@ -46,9 +64,11 @@ def _cell(by_kind: dict[str, dict[str, str]], manager: str, slug: str) -> str:
 
 
 def updated(text: str) -> str:
-    """Return the README with the current table."""
+    """Return the README with the current verdicts."""
+    verdicts = json.loads(VERDICTS.read_text(encoding="utf-8"))["verdicts"]
     before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
+    text = f"{before}{BEGIN}\n{table(verdicts)}\n{END}{rest.split(END)[1]}"
+    return TOTALS.sub(totals(verdicts), text)
 
 
 def main() -> int:
@@ -56,7 +76,7 @@ def main() -> int:
     current = updated(text)
     if "--check" in sys.argv[1:]:
         if text != current:
-            print("README.md: the table of verdicts is not current; run scripts/docs.py")
+            print("README.md: the verdicts are not current; run scripts/docs.py")
         return int(text != current)
     README.write_text(current, encoding="utf-8")
     return 0

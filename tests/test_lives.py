@@ -42,6 +42,8 @@ RELEASES = ("0.30.0", "0.31.0", "0.33.0")
 #: Lives within which a machine that is told of no fault finds #57050.
 ENOUGH_LIVES = 1000
 LIVES_PER_RELEASE = 400
+#: Checkpoint blocks, where lives do not follow what a release does with them.
+CHECKPOINTS_IN_LIVES = {"0.29.0": (0,)}
 RULES_PER_LIFE = 30
 
 
@@ -51,11 +53,11 @@ def driver_of(release: str) -> Driver:
 
 
 @st.composite
-def a_setting(draw: Any, checkpoints: tuple[int, ...] = (0, 1)) -> Setting:
+def a_setting(draw: Any, checkpoints: tuple[int, ...], steps_in_flight: int) -> Setting:
     """Small sizes: every token count is within a few blocks."""
     block_size = draw(st.sampled_from([2, 4]))
     hash_block_size = draw(st.sampled_from([size for size in (1, 2, 4) if size <= block_size]))
-    speculative = draw(st.integers(0, min(2, block_size - 1)))
+    speculative = 0 if steps_in_flight else draw(st.integers(0, min(2, block_size - 1)))
     short, long = st.integers(1, 3 * block_size + 2), st.integers(6 * block_size, 9 * block_size)
     prompts = st.one_of(short, long)
     shared = st.sampled_from([0, block_size, 99])
@@ -75,6 +77,7 @@ def a_setting(draw: Any, checkpoints: tuple[int, ...] = (0, 1)) -> Setting:
         max_num_scheduled_tokens=draw(st.sampled_from([64, 64, 3])),
         num_lookahead_tokens=draw(st.sampled_from([0, speculative])),
         full_sequence_must_fit=draw(st.booleans()),
+        num_steps_in_flight=steps_in_flight,
     )
 
 
@@ -85,6 +88,7 @@ class Lives(RuleBasedStateMachine):
     target: str
     save_to: Path | None = None
     checkpoints: tuple[int, ...] = (0, 1)
+    steps_in_flight: int = 0
     faults: tuple[KnownFault, ...] = KNOWN
     theorems: tuple[str, ...] = ()
     """What is looked for; empty is everything."""
@@ -94,7 +98,7 @@ class Lives(RuleBasedStateMachine):
 
     @initialize(data=st.data(), slack=st.sampled_from([0, 0, 1, 3]))
     def begin(self, data: Any, slack: int) -> None:
-        setting = data.draw(a_setting(self.checkpoints))
+        setting = data.draw(a_setting(self.checkpoints, self.steps_in_flight))
         # A pool that the largest request just fits, or a little more: on others little happens.
         roomy = self.driver.shared_pool(replace(setting, num_gpu_blocks=2))
         least = max(roomy.most_blocks(request) for request in roomy.requests)
@@ -213,6 +217,47 @@ def lived(
 def test_lives_show_no_fault_that_is_not_known(release: str) -> None:
     """Random lives on a release's real code keep everything but what is known of the release."""
     lived(driver_of(release), f"vllm=={release}", LIVES_PER_RELEASE)
+
+
+@pytest.mark.parametrize(
+    ("release", "steps"), [("0.29.0", 1), ("0.31.0", 1), ("0.33.0", 1), ("0.33.0", 2)]
+)
+def test_lives_with_steps_in_flight_show_no_fault_that_is_not_known(
+    release: str, steps: int
+) -> None:
+    """So do lives whose next step is scheduled before the output of the last is known."""
+    lived(
+        driver_of(release),
+        f"vllm=={release}",
+        LIVES_PER_RELEASE // 2,
+        steps_in_flight=steps,
+        checkpoints=CHECKPOINTS_IN_LIVES.get(release, (0, 1)),
+    )
+
+
+def test_a_machine_that_is_told_nothing_finds_a_tail_that_a_step_in_flight_overwrites() -> None:
+    """On 0.31.0 it shows within fewer lives."""
+    others = tuple(f for f in KNOWN if f.name != "tail-cached-while-a-step-in-flight-writes-it")
+
+    with pytest.raises(AssertionError, match="live-state-kept"):
+        lived(
+            driver_of("0.31.0"), "vllm==0.31.0", LIVES_PER_RELEASE, steps_in_flight=1, faults=others
+        )
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.parametrize("release", ["0.28.0", "0.29.0", "0.30.0", "0.33.0"])
+def test_every_life_of_a_prompt_in_chunks_shows_which_releases_free_what_was_in_flight(
+    release: str, steps: int
+) -> None:
+    """One request of 12 blocks, up to 9 rules: chunks of two blocks leave null columns between."""
+    setting = Setting(Geometry(2, 2, 0, 0, 1, False), 40, (Plan(24, 2),), num_steps_in_flight=steps)
+
+    found = explore(driver_of(release), setting, Bounds(9, (4, 7), (0,)), "told of no fault")
+
+    assert found.num_states > 300
+    theorems = {violation.split(" ")[0] for violation, _ in found.violations}
+    assert theorems == ({"peak-within-sizing"} if steps and release < "0.30.0" else set())
 
 
 def test_a_machine_that_is_told_nothing_finds_the_request_that_waits_for_ever(
@@ -347,6 +392,69 @@ def test_a_draft_block_is_cached_as_a_state_that_nobody_wrote(release: str, cach
     assert holds_too_many is (release == "0.31.0")
 
 
+#: The same without checkpoints, and chunks of vLLM's default budget.
+CHUNKED = replace(
+    Setting(replace(PRODUCTION, num_prefill_checkpoint_blocks=0), 200, ()),
+    max_num_scheduled_tokens=8192,
+)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.parametrize("release", ["0.28.0", "0.29.0", "0.30.0", "0.33.0"])
+def test_a_chunk_in_flight_keeps_its_state_until_it_has_run(release: str, steps: int) -> None:
+    """Up to 0.29.0 nothing frees it then, and a prompt holds a block for each of its chunks."""
+    setting = replace(CHUNKED, plans=(Plan(60_000),), num_steps_in_flight=steps)
+    leaks = release < "0.30.0" and steps > 0
+
+    pool, held = driver_of(release).shared_pool(setting, CHECKS), []
+    for name in ("admit", *["run"] * 7):
+        pool.apply(Rule(name, 0, 8192))
+        held.append(len(pool.held(pool.requests[0])[1]))
+        pool.apply(Rule("step"))
+
+    assert held == [min(n, 9 if leaks else 2 + steps) for n in range(1, 9)]
+    found = [violation for violation in pool.violations if violation.theorem != "matches-intended"]
+    names = {known_fault(violation, f"vllm=={release}") for violation in found}
+    assert {fault and fault.name for fault in names} == (
+        {"states-in-flight-are-not-freed"} if leaks else set()
+    )
+
+
+@pytest.mark.parametrize("release", ["0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"])
+def test_a_step_in_flight_writes_into_what_is_cached_as_the_prompt(release: str) -> None:
+    """Up to 0.31.0 the prompt is cached once more when a step in flight writes behind it.
+
+    The next step then copies that block for whoever is told of a hit: a state after one token more,
+    which is another request's.
+    """
+    is_wrong = release < "0.32.0"
+    plans = (Plan(1024, 4, 1024), Plan(896 * 6), Plan(1200, 1, 1024))
+    setting = replace(CHUNKED, plans=plans, num_steps_in_flight=1, num_gpu_blocks=12)
+    pool, step = driver_of(release).shared_pool(setting, ()), Rule("step")
+    first = pool.requests[0]
+    pool.apply(Rule("admit", 0, 8192))
+    pool.apply(step)
+    while first.num_computed_tokens < 1025:
+        pool.apply(Rule("run", 0, 8192))
+        pool.apply(step)
+
+    running = pool.managers[1].req_to_blocks["r0"][1]
+    assert (first.num_computed_tokens, first.num_in_flight_tokens) == (1025, 1)
+    assert len(pool.shadow.contents[running.block_id][1]) == 1025
+    assert (running.block_hash_num_tokens == 1024) is is_wrong
+
+    while first.stage is not Stage.ENDED:
+        if not first.samples_its_last:
+            pool.apply(Rule("run", 0, 8192))
+        pool.apply(step)
+    # Another request takes the free blocks, and so what was cached first.
+    for applied in (Rule("admit", 1, 8192), step, step):
+        pool.apply(applied)
+    blocks, num_tokens, *_ = pool.manager.get_computed_blocks(pool.requests[2])
+    held = len(pool.shadow.contents[blocks.blocks[1][-1].block_id][1])
+    assert (num_tokens, held) == ((1024, 1025) if is_wrong else (896, 896))
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -369,6 +477,36 @@ def test_a_life_that_is_none_is_refused_with_its_field(
 
     with pytest.raises(ScenarioError, match=re.escape(reason)):
         load(file)
+
+
+def test_lives_are_the_same_wherever_they_are_lived() -> None:
+    """Spread over processes, or over a Dask cluster, as many states and lives are met."""
+    release = RELEASES[-1]
+    root, setting = resolve(f"vllm=={release}").root, small_setting(8, 2, True)
+
+    here, by_processes, by_dask = (
+        explore_in_parallel(
+            root, setting, Bounds(4), f"vllm=={release}", jobs=jobs, backend=backend
+        )
+        for jobs, backend in ((1, None), (2, None), (2, "dask"))
+    )
+
+    assert here.num_states > 100
+    assert here == by_processes == by_dask
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [("nonesuch", "--backend nonesuch: "), ("ray", "--backend ray: .*No module named 'ray'")],
+)
+def test_a_backend_that_is_not_there_is_named(backend: str, reason: str) -> None:
+    """One line, before any life is lived elsewhere."""
+    setting = small_setting(8, 1, True)
+
+    with pytest.raises(DriverError, match=reason):
+        explore_in_parallel(
+            resolve("vllm==0.33.0").root, setting, Bounds(2), "x", jobs=1, backend=backend
+        )
 
 
 def test_a_file_that_is_no_journal_is_left_alone(tmp_path: Path) -> None:
