@@ -26,6 +26,12 @@ class Case:
     Attributes:
         chunks: Tokens that have a slot after each step; the last one was reported.
         seen: By release, the estimate and the blocks drawn in the last step.
+        num_external_tokens: Tokens that are loaded before, while the request is parked; the first
+            of `chunks` then ends where they do.
+        num_computed_tokens: Tokens computed before the last step where drafts were rejected; 0 is
+            all of the chunk before.
+        num_prompt_tokens: The prompt, where the last step goes on behind it; 0 is all of `chunks`.
+        owns_partial_tail: Whether the last step finds the request's own partial tail cached.
     """
 
     id: str
@@ -33,6 +39,10 @@ class Case:
     geometry: Geometry
     chunks: tuple[int, ...]
     seen: Mapping[str, tuple[int, int]]
+    num_external_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_prompt_tokens: int = 0
+    owns_partial_tail: bool = False
 
 
 @cache
@@ -52,4 +62,13 @@ def _case(report: Mapping[str, Any], row: Mapping[str, Any]) -> Case:
         drop_eagle_checkpoint_block=report.get("drop_eagle_checkpoint_block", False),
     )
     seen = {release: (estimate, drawn) for release, (estimate, drawn) in row["seen"].items()}
-    return Case(report["id"], report["source"], geometry, tuple(row["chunks"]), seen)
+    others = {name: row[name] for name in _OF_SOME_ROWS if name in row}
+    return Case(report["id"], report["source"], geometry, tuple(row["chunks"]), seen, **others)
+
+
+_OF_SOME_ROWS = (
+    "num_external_tokens",
+    "num_computed_tokens",
+    "num_prompt_tokens",
+    "owns_partial_tail",
+)

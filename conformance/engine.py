@@ -90,7 +90,7 @@ class Run:
         self.workload = workload
         self._parts = parts
         self._scheduler = parts.scheduler
-        self._connector = parts.scheduler.connector
+        self._connector = None if workload.engine.shipped_connector else parts.scheduler.connector
         self._manager = parts.scheduler.kv_cache_manager
         self._to_come = list(workload.arrivals)
         self._arrivals = {arrival.name: arrival for arrival in workload.arrivals}
@@ -130,9 +130,12 @@ class Run:
 
     def _let_arrive(self) -> None:
         for arrival in [arrival for arrival in self._to_come if self._is_due(arrival)]:
-            self._to_come.remove(arrival)
             if arrival.resets_prefix_cache and not self._scheduler.reset_prefix_cache():
+                # A connector may still be storing blocks of a request that has ended.
+                if not self._live and not self._progress.has_stalled:
+                    continue
                 raise DriverError(f"{arrival.name}: the prefix cache cannot be cleared, it is used")
+            self._to_come.remove(arrival)
             if self._connector is not None:
                 self._connector.serve(
                     arrival.name,
@@ -170,8 +173,7 @@ class Run:
 
     def _end_oldest_step(self) -> None:
         scheduled, sampled = self._in_flight.popleft()
-        loaded = set() if self._connector is None else self._connector.take_loaded()
-        output = self._parts.new_output(sampled, loaded)
+        output = self._parts.new_output(sampled, self._parts.report(scheduled))
         self._scheduler.update_from_output(scheduled, output)
         num_drafts = self.workload.engine.num_speculative_tokens
         drafts = {name: [SAMPLED_TOKEN] * num_drafts for name in sampled if sampled[name]}

@@ -12,7 +12,7 @@ import inspect
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ from spec.logic import cdiv
 from spec.vocabulary import Geometry
 
 CONNECTOR_MODULE, CONNECTOR_CLASS = "conformance.connector", "StatedPrefixConnector"
+#: Blocks that a connector of vLLM's that keeps them in main memory has room for, by one of the GPU.
+NUM_CPU_BLOCKS_PER_BLOCK = 4
 ARCHITECTURE = "CapproofForCausalLM"
 
 #: What a `config.json` must say for vLLM to make a `ModelConfig` of it.
@@ -65,8 +67,10 @@ class SchedulerUnderTest:
     new_request: Callable[..., Any]
     """Makes a `Request` of an id, a list of token ids and a number of tokens to sample."""
     new_output: Callable[..., Any]
-    """Makes a `ModelRunnerOutput` of sampled tokens by request, and the parked requests whose
-    tokens have arrived."""
+    """Makes a `ModelRunnerOutput` of sampled tokens by request, and what `report` returns."""
+    report: Callable[[Any], Any]
+    """What a worker says of the loads and stores that a `SchedulerOutput` asks for, all of which
+    have ended: a `KVConnectorOutput`, or None."""
     new_drafts: Callable[..., Any]
     """Makes a `DraftTokenIds` of drafts by request."""
     least_num_gpu_blocks: int
@@ -131,6 +135,7 @@ class EngineBindings:
             scheduler,
             lambda *values: self._new_request(hasher, *values),
             self._new_output,
+            self._report_of(engine, scheduler.connector),
             lambda drafts: self._outputs.DraftTokenIds(list(drafts), list(drafts.values())),
             _least_num_gpu_blocks(config, kv_cache_config),
         )
@@ -173,6 +178,16 @@ class EngineBindings:
     def _kv_transfer_config(self, engine: Engine) -> Any:
         if not engine.has_connector:
             return None
+        if engine.shipped_connector:
+            return self._refusing(
+                lambda: self._config.KVTransferConfig(
+                    kv_connector=engine.shipped_connector,
+                    kv_role="kv_both",
+                    kv_connector_extra_config={
+                        "cpu_bytes_to_use": NUM_CPU_BLOCKS_PER_BLOCK * self._kv_bytes(engine)
+                    },
+                )
+            )
         return self._config.KVTransferConfig(
             kv_connector=CONNECTOR_CLASS,
             kv_connector_module_path=CONNECTOR_MODULE,
@@ -234,12 +249,56 @@ class EngineBindings:
             prefill_checkpoint_alignment=engine.prefill_checkpoint_alignment,
             drop_eagle_checkpoint_block=False,
         )
-        return self._groups.new_kv_cache_config(
+        config = self._groups.new_kv_cache_config(
             geometry,
             self._bindings.new_spec(geometry),
             engine.num_gpu_blocks,
             engine.num_mamba_groups,
         )
+        if not engine.shipped_connector:
+            return config
+        # Its connectors ask where the memory is: a layer for each group, all in the same pages.
+        page = _page_size(config)
+        place = {
+            "size": page * engine.num_gpu_blocks,
+            "layer_stride": page * engine.num_gpu_blocks,
+            "block_stride": page,
+        }
+        tensor = self._module("vllm.v1.kv_cache_interface").KVCacheTensor
+        tensors = [
+            self._call(tensor, {**place, "layers": group.layer_names})
+            for group in config.kv_cache_groups
+        ]
+        return replace(config, kv_cache_tensors=tensors)
+
+    def _kv_bytes(self, engine: Engine) -> int:
+        return int(self._kv_cache_config(engine).kv_cache_tensors[0].size)
+
+    def _report_of(self, engine: Engine, connector: Any) -> Callable[[Any], Any]:
+        """The worker of a connector, as far as its scheduler hears of it."""
+        make = self._outputs.KVConnectorOutput
+
+        def of_ours(scheduled: Any) -> Any:
+            loaded = connector.take_loaded()
+            return make(finished_recving=loaded) if loaded else None
+
+        def of_cpu_offload(scheduled: Any) -> Any:
+            # vLLM: `v1/simple_kv_offload/worker.py`, `SimpleCPUOffloadWorker.get_finished`.
+            asked = scheduled.kv_connector_metadata
+            loaded = set(asked.load_event_to_reqs.get(asked.load_event, ()))
+            stored = {asked.store_event: 1} if asked.store_gpu_blocks else {}
+            of_stores = self._module("vllm.v1.simple_kv_offload.metadata")
+            meta = of_stores.SimpleCPUOffloadWorkerMetadata(stored)
+            return make(finished_recving=loaded, kv_connector_worker_meta=meta)
+
+        if connector is None:
+            return lambda scheduled: None
+        reports = {
+            "": of_ours,
+            "DecodeBenchConnector": lambda scheduled: None,  # Loads within the step.
+            "SimpleCPUOffloadConnector": of_cpu_offload,
+        }
+        return reports[engine.shipped_connector]
 
     def _new_request(self, hasher: Any, name: str, tokens: list[int], max_tokens: int) -> Any:
         parameters = self._sampling.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -254,14 +313,13 @@ class EngineBindings:
             },
         )
 
-    def _new_output(self, sampled: dict[str, list[int]], loaded: set[str]) -> Any:
+    def _new_output(self, sampled: dict[str, list[int]], reported: Any) -> Any:
         names = list(sampled)
-        arrived = self._outputs.KVConnectorOutput(finished_recving=loaded) if loaded else None
         return self._outputs.ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
             sampled_token_ids=list(sampled.values()),
-            kv_connector_output=arrived,
+            kv_connector_output=reported,
         )
 
     # ---- how ----
@@ -324,6 +382,12 @@ class EngineBindings:
             raise Refused(one_line(error)) from error
         except Exception as error:
             raise BindingError(f"{file_of(self._scheduler_module)}: {one_line(error)}") from error
+
+
+def _page_size(kv_cache_config: Any) -> int:
+    return max(
+        int(group.kv_cache_spec.page_size_bytes) for group in kv_cache_config.kv_cache_groups
+    )
 
 
 def _is_set(engine: Engine, name: str) -> bool:

@@ -863,7 +863,20 @@ def _variables(names: Iterable[str]) -> list[term.IntLike]:
 
 def cases(known: Iterable[Case]) -> dict[Request, str]:
     """Return the requests of public reports, with their sources."""
-    return {Request(case.geometry, case.chunks): case.source for case in known}
+    return {request_of_case(case): case.source for case in known}
+
+
+def request_of_case(case: Case) -> Request:
+    """Return the request of a row of a public report."""
+    loads = case.num_external_tokens > 0
+    return Request(
+        case.geometry,
+        case.chunks,
+        prefill_length=case.num_prompt_tokens,
+        origin=Origin(num_external_tokens=case.num_external_tokens, loads_asynchronously=loads),
+        num_computed_tokens=case.num_computed_tokens,
+        owns_partial_tail=case.owns_partial_tail,
+    )
 
 
 def collect(

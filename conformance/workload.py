@@ -21,6 +21,9 @@ else:
     import tomli as tomllib
 
 SCHEMA, KIND = 1, "workload"
+#: Connectors of vLLM's that need neither a network nor a device, and no worker but what is easily
+#: stood in for.
+SHIPPED_CONNECTORS = ("DecodeBenchConnector", "SimpleCPUOffloadConnector")
 WORKLOADS_FILE = Path(__file__).with_name("workloads.toml")
 
 
@@ -65,6 +68,8 @@ class Engine:
     has_connector: bool = True
     """Whether there is a KV connector. With one, blocks that a step in flight may still write are
     not freed by a preemption."""
+    shipped_connector: str = ""
+    """Name of a connector that vLLM ships, in place of ours: what it serves is its own affair."""
 
 
 @dataclass(frozen=True)
@@ -309,8 +314,10 @@ def _objections(arrival: Arrival, earlier: list[str], engine: Engine) -> list[tu
         found.append(("num_prompt_tokens", "a request has a prompt, and a token to sample"))
     if arrival.num_prompt_tokens + arrival.max_tokens > engine.max_model_len:
         found.append(("num_prompt_tokens", f"beyond max_model_len {engine.max_model_len}"))
-    if arrival.num_external_tokens and not engine.has_connector:
-        found.append(("num_external_tokens", "the engine has no connector to load them"))
+    if arrival.num_external_tokens and (not engine.has_connector or engine.shipped_connector):
+        whose = f"{engine.shipped_connector} serves what it has" if engine.shipped_connector else ""
+        reason = whose or "the engine has no connector to load them"
+        found.append(("num_external_tokens", reason))
     if arrival.num_external_tokens > arrival.num_prompt_tokens:
         found.append(("num_external_tokens", "more than the prompt has"))
     if arrival.loads_asynchronously and not arrival.num_external_tokens:
@@ -331,6 +338,11 @@ def _check_engine(engine: Engine, item: Field) -> None:
             f"block_size {engine.block_size} is not a multiple of hash_block_size "
             f"{engine.hash_block_size}"
         )
+    if engine.shipped_connector not in ("", *SHIPPED_CONNECTORS):
+        reason = f"is none of {', '.join(SHIPPED_CONNECTORS)}"
+        raise item.refuse(f"shipped_connector {shown(engine.shipped_connector)} {reason}")
+    if engine.shipped_connector and not engine.has_connector:
+        raise item.refuse("shipped_connector: the engine has no connector")
     if engine.num_steps_in_flight and engine.num_speculative_tokens:
         raise item.refuse("num_steps_in_flight: drafts of an n-gram proposer wait for each output")
 

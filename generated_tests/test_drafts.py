@@ -328,6 +328,12 @@ ROWS = [
         pytest.mark.not_applicable(theorems=["peak-within-sizing", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
         pytest.mark.not_applicable(theorems=["peak-within-sizing", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
     ]),
+    pytest.param(Geometry(16, 16, 2, 0, 1, False), 27, [chunk(0, 238), chunk(238, 241), chunk(239, 240)], Expect(0, 18, None, 14), id="b16-h16-s2-k0-a1-tokens-238-241-240-back-to-239-of-238", marks=[
+        pytest.mark.refuted(theorem="no-undercount", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 0", "vllm==0.31.0": "estimates -1, draws 0, needs 0", "vllm==0.33.0": "estimates -1, draws 0, needs 0"}, raises=AssertionError),
+        pytest.mark.refuted(theorem="exact-estimate", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 0", "vllm==0.31.0": "estimates -1, draws 0, needs 0", "vllm==0.33.0": "estimates -1, draws 0, needs 0"}, raises=AssertionError),
+        pytest.mark.refuted(theorem="estimate-nonnegative", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 0", "vllm==0.31.0": "estimates -1, draws 0, needs 0", "vllm==0.33.0": "estimates -1, draws 0, needs 0"}, raises=AssertionError),
+        pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 0", "vllm==0.31.0": "estimates -1, draws 0, needs 0", "vllm==0.33.0": "estimates -1, draws 0, needs 0"}, raises=AssertionError),
+    ]),
     pytest.param(Geometry(896, 128, 0, 0, 64, False), 17, [chunk(0, 1_049_217), chunk(1_048_321, 1_048_576)], Expect(0, 1_172, None, -1), id="b896-h128-s0-k0-a64-tokens-1049217-1048576-back-to-1048321-of-1", marks=[
         pytest.mark.refuted(theorem="no-undercount", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 0", "vllm==0.31.0": "estimates -1, draws 0, needs 0", "vllm==0.33.0": "estimates -1, draws 0, needs 0"}, raises=AssertionError),
         pytest.mark.refuted(theorem="exact-estimate", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 0", "vllm==0.31.0": "estimates -1, draws 0, needs 0", "vllm==0.33.0": "estimates -1, draws 0, needs 0"}, raises=AssertionError),

@@ -19,7 +19,7 @@
 import pytest
 
 from conformance.scenario import Expect
-from conformance.steps import chunk, greatest_demand, last_of, own_tail
+from conformance.steps import chunk, greatest_demand, last_of, own_tail, park
 from spec.vocabulary import Geometry
 
 # A row: a pool of `num_gpu_blocks`, null block included; the steps of a request in the words of
@@ -86,6 +86,20 @@ ROWS = [
         pytest.mark.refuted(theorem="only-states-are-held", targets={"vllm==0.30.0": "estimates 4, draws 4, needs 3", "vllm==0.31.0": "estimates 4, draws 4, needs 3"}, raises=AssertionError),
         pytest.mark.refuted(theorem="peak-within-sizing", targets={"vllm==0.30.0": "more is held than start-up reserves", "vllm==0.31.0": "more is held than start-up reserves", "vllm==0.33.0": "more is held than start-up reserves"}, raises=AssertionError),
         pytest.mark.refuted(theorem="eventually-admitted", targets={"vllm==0.30.0": "more is held and asked for than start-up reserves", "vllm==0.31.0": "more is held and asked for than start-up reserves", "vllm==0.33.0": "more is held and asked for than start-up reserves"}, raises=AssertionError),
+    ]),
+    pytest.param(Geometry(4, 2, 0, 0, 1, False), 18, [chunk(0, 6), own_tail(chunk(6, 7))], Expect(1, 2, None, 1), id="b4-h2-s0-k0-a1-tokens-6-7-own-tail", marks=[
+        pytest.mark.refuted(theorem="exact-estimate", targets={"vllm==0.30.0": "estimates 2, draws 1, needs 1"}, raises=AssertionError),
+        pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 2, draws 1, needs 1"}, raises=AssertionError),
+        pytest.mark.refuted(theorem="eventually-admitted", targets={"vllm==0.30.0": "more is held and asked for than start-up reserves"}, raises=AssertionError),
+    ]),
+    pytest.param(Geometry(4, 2, 0, 0, 1, False), 18, [chunk(0, 6), own_tail(chunk(6, 9))], Expect(2, 3, None, 1), id="b4-h2-s0-k0-a1-tokens-6-9-own-tail", marks=[
+        pytest.mark.refuted(theorem="peak-within-sizing", targets={"vllm==0.30.0": "more is held than start-up reserves", "vllm==0.31.0": "more is held than start-up reserves", "vllm==0.33.0": "more is held than start-up reserves"}, raises=AssertionError),
+        pytest.mark.refuted(theorem="eventually-admitted", targets={"vllm==0.30.0": "more is held and asked for than start-up reserves", "vllm==0.31.0": "more is held and asked for than start-up reserves", "vllm==0.33.0": "more is held and asked for than start-up reserves"}, raises=AssertionError),
+    ]),
+    pytest.param(Geometry(4, 2, 0, 0, 1, False), 22, [park(external=10), chunk(10, 14), own_tail(chunk(14, 15))], Expect(1, 4, None, 3), id="b4-h2-s0-k0-a1-async-10-tokens-10-14-15-own-tail", marks=[
+        pytest.mark.refuted(theorem="exact-estimate", targets={"vllm==0.30.0": "estimates 2, draws 1, needs 1"}, raises=AssertionError),
+        pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 2, draws 1, needs 1"}, raises=AssertionError),
+        pytest.mark.refuted(theorem="eventually-admitted", targets={"vllm==0.30.0": "more is held and asked for than start-up reserves"}, raises=AssertionError),
     ]),
     pytest.param(Geometry(16, 1, 0, 0, 4, False), 18, [chunk(0, 1), own_tail(chunk(1, 2))], Expect(1, 1, None, 0), id="b16-h1-s0-k0-a4-tokens-1-2-own-tail", marks=[
         pytest.mark.refuted(theorem="exact-estimate", targets={"vllm==0.30.0": "estimates 2, draws 1, needs 1"}, raises=AssertionError),
@@ -236,6 +250,11 @@ ROWS = [
     pytest.param(Geometry(16, 1, 8, 0, 4, False), 34, [chunk(0, 1), own_tail(chunk(1, 161))], Expect(2, 19, None, 0), id="b16-h1-s8-k0-a4-tokens-1-161-own-tail", marks=[
         pytest.mark.refuted(theorem="peak-within-sizing", targets={"vllm==0.30.0": "more is held than start-up reserves", "vllm==0.31.0": "more is held than start-up reserves", "vllm==0.33.0": "more is held than start-up reserves"}, raises=AssertionError),
         pytest.mark.refuted(theorem="eventually-admitted", targets={"vllm==0.30.0": "more is held and asked for than start-up reserves", "vllm==0.31.0": "more is held and asked for than start-up reserves", "vllm==0.33.0": "more is held and asked for than start-up reserves"}, raises=AssertionError),
+    ]),
+    pytest.param(Geometry(16, 2, 0, 0, 1, False), 22, [park(external=10), chunk(10, 14), own_tail(chunk(14, 15))], Expect(1, 1, None, 0), id="b16-h2-s0-k0-a1-async-10-tokens-10-14-15-own-tail", marks=[
+        pytest.mark.refuted(theorem="exact-estimate", targets={"vllm==0.30.0": "estimates 2, draws 1, needs 1"}, raises=AssertionError),
+        pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 2, draws 1, needs 1"}, raises=AssertionError),
+        pytest.mark.refuted(theorem="eventually-admitted", targets={"vllm==0.30.0": "more is held and asked for than start-up reserves"}, raises=AssertionError),
     ]),
     pytest.param(Geometry(16, 4, 0, 1, 4, False), 22, [chunk(0, 4), chunk(4, 17), own_tail(chunk(4, 33))], Expect(3, 3, (32, 1), 1), id="b16-h4-s0-k1-a4-tokens-4-17-33-back-to-4-own-tail", marks=[
         pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates 2, draws 2, needs 3", "vllm==0.31.0": "estimates 2, draws 2, needs 3", "vllm==0.33.0": "estimates 2, draws 2, needs 3"}, raises=AssertionError),

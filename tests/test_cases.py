@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +8,13 @@ import pytest
 
 from conformance.cases import Case, known_cases
 from conformance.driver import Driver, core_driver
-from conformance.generate import Request, cases, scenario_of
+from conformance.generate import cases, request_of_case, scenario_of
 from conformance.scenario import dumps, loads
+from conformance.steps import last_of
 from models import intended
 from models.predict import LiftedTree
-from spec.families import checkpoint_position, family_of, reserves_checkpoint
-from spec.vocabulary import Call, Situation
+from spec.families import checkpoint_position, family_of, reserves_checkpoint, tags_of
+from spec.vocabulary import Situation
 
 #: CASES.md, vLLM #57050: blocks that each release says and draws, by B, S and prompt.
 LONG, SHORT = 704_547, 25_121
@@ -40,7 +40,7 @@ def named(case: Case) -> str:
 
 
 def last_situation(case: Case) -> Situation:
-    *_, last = Request(case.geometry, case.chunks).situations()
+    *_, last = request_of_case(case).situations()
     return last
 
 
@@ -71,10 +71,9 @@ def test_the_real_manager_gives_the_recorded_figures(
     drivers: dict[str, Driver], case: Case, release: str
 ) -> None:
     """What a report saw is what the release's own manager says and draws."""
-    request = drivers[release].request(case.geometry, 1024)
+    scenario = scenario_of(request_of_case(case), trees={}, source=case.source)
 
-    for start, end in itertools.pairwise((0, *case.chunks)):
-        step = request.apply(Call(end, end, start, start))
+    step = last_of(drivers[release].request(case.geometry, 1024), scenario.steps)
 
     assert step.raised is None
     assert (step.estimate, step.drawn) == case.seen[release]
@@ -120,10 +119,31 @@ def test_the_steps_of_the_eagle_review_keep_no_checkpoint() -> None:
     assert kept_without_drop == {(100,): True, (16, 100): False}
 
 
+@pytest.mark.parametrize(
+    ("id", "family", "tags", "needs"),
+    [
+        ("vllm-39562", "drafts", ("overwide",), [0]),
+        ("vllm-51766", "own-tail", (), [1, 1]),
+        ("vllm-46384-review", "own-tail", (), [1, 2]),
+    ],
+)
+def test_reports_of_tails_and_drafts_draw_what_is_needed(
+    id: str, family: str, tags: tuple[str, ...], needs: list[int]
+) -> None:
+    """A table of 18 columns draws nothing for 17; a tail is copied, in its block or into a next."""
+    found = [case for case in known_cases() if case.id == id]
+    situations = [last_situation(case) for case in found]
+
+    assert [(family_of(s), tags_of(s)) for s in situations] == [(family, tags)] * len(needs)
+    assert [intended.need(s) for s in situations] == needs
+    for case, need in zip(found, needs, strict=True):
+        assert {drawn for _, drawn in case.seen.values()} == {need}
+
+
 def test_cases_become_scenarios_that_predict_what_was_seen(trees: Mapping[str, Path]) -> None:
     """The lifted code of a release says of a report what its manager did."""
     lifted = {release: LiftedTree(root) for release, root in trees.items()}
-    seen = {Request(case.geometry, case.chunks): case.seen for case in known_cases()}
+    seen = {request_of_case(case): case.seen for case in known_cases()}
 
     for request, source in cases(known_cases()).items():
         scenario = scenario_of(request, trees=lifted, source=source)

@@ -105,6 +105,27 @@ rows = [{ num_gpu_blocks = 9 }, { num_gpu_blocks = 3, expected = { "t" = { end =
             },
             "w.json: arrivals[0].num_external_tokens: the engine has no connector",
         ),
+        (
+            {
+                "engine": {**ENGINE, "shipped_connector": "DecodeBenchConnector"},
+                "arrivals": [{"name": "a", "num_prompt_tokens": 9, "num_external_tokens": 4}],
+            },
+            "w.json: arrivals[0].num_external_tokens: DecodeBenchConnector serves what it has",
+        ),
+        (
+            {"engine": {**ENGINE, "shipped_connector": "NixlConnector"}},
+            'w.json: engine: shipped_connector "NixlConnector" is none of DecodeBenchConnector',
+        ),
+        (
+            {
+                "engine": {
+                    **ENGINE,
+                    "shipped_connector": "DecodeBenchConnector",
+                    "has_connector": False,
+                }
+            },
+            "w.json: engine: shipped_connector: the engine has no connector",
+        ),
         ({"arrivals": []}, "w.json: arrivals: a workload has at least one arrival"),
         (
             {"arrivals": [{"name": "a", "num_prompt_tokens": 400}]},
