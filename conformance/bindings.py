@@ -43,6 +43,8 @@ PENDING_CHECKPOINTS = ("_checkpoints", "_num_checkpoint_blocks")
 #: Methods of a manager that came with hits and own tails that end inside a block, in 0.26.0.
 HAS_PARTIAL_HIT = "_has_partial_local_hit"
 CACHE_PARTIAL_TAIL = "_cache_partial_tail_block"
+#: 0.26.0: what a removal is told, which spares what steps in flight read.
+PROCESSED_TOKENS = "processed_computed_tokens"
 
 #: Private attribute of a manager that holds a request's partial block to copy on write.
 PARTIAL_HITS = "_partial_hit_reqs"
@@ -183,6 +185,15 @@ class Bindings:
         """
         if not hasattr(manager, name):
             raise BindingError(f"{self.file}: this release has no MambaManager.{name}")
+
+    def need_argument(self, name: str, method: Callable[..., Any]) -> None:
+        """Refuse a release whose method is not told something.
+
+        Raises:
+            BindingError: It is not.
+        """
+        if name not in inspect.signature(method).parameters:
+            raise BindingError(f"{self.file}: {method.__qualname__} of this release has no {name}")
 
     def call(
         self, owner: Any, method: str, values: Mapping[str, Any], optional: Sequence[str] = ()

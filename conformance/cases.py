@@ -32,6 +32,7 @@ class Case:
             all of the chunk before.
         num_prompt_tokens: The prompt, where the last step goes on behind it; 0 is all of `chunks`.
         owns_partial_tail: Whether the last step finds the request's own partial tail cached.
+        has_step_in_flight: Whether each step is scheduled while the one before has not ended.
     """
 
     id: str
@@ -43,6 +44,7 @@ class Case:
     num_computed_tokens: int = 0
     num_prompt_tokens: int = 0
     owns_partial_tail: bool = False
+    has_step_in_flight: bool = False
 
 
 @cache
@@ -71,4 +73,5 @@ _OF_SOME_ROWS = (
     "num_computed_tokens",
     "num_prompt_tokens",
     "owns_partial_tail",
+    "has_step_in_flight",
 )

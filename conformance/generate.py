@@ -157,6 +157,8 @@ class Request:
     not."""
     num_mamba_groups: int = 0
     """Mamba groups beside a full-attention group; 0 is one Mamba manager by itself."""
+    has_step_in_flight: bool = False
+    """Whether each step behind the first is scheduled while the one before it has not ended."""
 
     def situations(self) -> Iterator[Situation]:
         """Yield what decides the family of each step."""
@@ -172,9 +174,17 @@ class Request:
                 num_mamba_groups=self.num_mamba_groups,
             )
         situation = self._admission(length, end_of_prefill)
+        sizes = [end - start for start, end in itertools.pairwise((0, *self.chunks))]
         for i, end in enumerate(self.chunks):
             if i:
                 situation = after(situation, num_tokens=end, prefill_length=length)
+            if i and self.has_step_in_flight:
+                just_ended = sizes[i - 2] if i > 1 else 0
+                situation = replace(
+                    situation,
+                    num_in_flight_tokens=sizes[i - 1],
+                    num_just_ended_tokens=just_ended,
+                )
             yield self._under_test(situation) if i == len(self.chunks) - 1 else situation
 
     def _admission(self, length: int, end_of_prefill: int) -> Situation:
@@ -222,6 +232,7 @@ class Request:
         parts += [self.origin.name] if self.origin.name else []
         parts.append("tokens-" + "-".join(map(str, self.chunks)))
         parts += [f"back-to-{self.num_computed_tokens}"] if self.num_computed_tokens else []
+        parts += ["in-flight"] if self.has_step_in_flight else []
         parts += ["own-tail"] if self.owns_partial_tail else []
         parts += [f"lookahead-{self.lookahead}"] if self.lookahead else []
         length = self.prefill_length or self.chunks[-1]
@@ -269,6 +280,11 @@ def _admitted(situation: Situation) -> Request:
 def _with_table(situation: Situation) -> Request:
     """One step gives the table its length, and where that is too long, tokens are taken back."""
     geometry, call = situation.geometry, situation.call
+    if situation.num_in_flight_tokens:
+        ended = call.total_computed_tokens - situation.num_in_flight_tokens
+        first = ended - situation.num_just_ended_tokens
+        chunks = (first, ended, call.total_computed_tokens, call.num_tokens_main_model)
+        return Request(geometry, chunks, has_step_in_flight=True)
     computed = covered = call.total_computed_tokens
     if is_overwide(situation):
         columns = situation.table_length - geometry.num_speculative_blocks
@@ -327,13 +343,17 @@ def scenario_of(
     predicted = {}
     for target, tree in trees.items():
         checkpoint_before = len(situations) > 1 and bool(reserves_checkpoint(situations[-2]))
-        step = tree.predict(
-            last,
-            checkpoint_before=checkpoint_before,
-            column_to_retire_before=_to_retire_after(situations[:-1]),
-        )
-        if step is not None:
-            predicted[target] = _prediction(last, step, tree.traits, theorem)
+        before = {
+            "checkpoint_before": checkpoint_before,
+            "column_to_retire_before": _to_retire_after(situations[:-1]),
+        }
+        step = tree.predict(last, **before)
+        if step is None:
+            continue
+        prediction = _prediction(last, step, tree.traits, theorem)
+        if last.num_in_flight_tokens:
+            prediction = replace(prediction, violates=tree.broken_removals(last, **before))
+        predicted[target] = prediction
     return Scenario(
         name=name or request.name,
         manager=manager_of(last),
@@ -409,6 +429,7 @@ _OF_THE_STEP = (
     "owns_partial_tail",
     "num_evictable_attention_hits",
     "other_hits_are_evictable",
+    "num_in_flight_tokens",
 )
 _WHY = {
     "first": "admission of the first chunk",
@@ -562,6 +583,7 @@ def request_in(scenario: Scenario) -> Request:
         owns_partial_tail=last.owns_partial_tail,
         num_request_tokens=first.num_request_tokens,
         num_mamba_groups=scenario.num_mamba_groups,
+        has_step_in_flight=last.num_in_flight_tokens > 0,
     )
 
 
@@ -876,6 +898,7 @@ def request_of_case(case: Case) -> Request:
         origin=Origin(num_external_tokens=case.num_external_tokens, loads_asynchronously=loads),
         num_computed_tokens=case.num_computed_tokens,
         owns_partial_tail=case.owns_partial_tail,
+        has_step_in_flight=case.has_step_in_flight,
     )
 
 

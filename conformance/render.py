@@ -41,6 +41,8 @@ class Relation:
 
 #: Rows that a theorem is asserted on, where these are not all.
 _ROWS = {Asks.GATE: "asking_gate(ROWS)", Asks.LIFETIME: "admitted_by_gate(ROWS)"}
+#: The same, in a file that has rows with steps in flight: only removals are asserted on those.
+_ROWS_WITH_NOTHING_IN_FLIGHT = {Asks.STEP: "with_nothing_in_flight(ROWS)"}
 _COMPLETED = "assert step.raised is None"
 #: One entry per theorem of the catalogue; a test compares the keys.
 RELATIONS: dict[str, Relation] = {
@@ -112,6 +114,10 @@ RELATIONS: dict[str, Relation] = {
     "removal-frees-skipped": Relation(
         "removal_of_skipped_blocks_leaves_none_before_the_running_state",
         (_COMPLETED, "assert step.removal_freed_skipped"),
+    ),
+    "removal-frees-ended": Relation(
+        "removal_of_skipped_blocks_leaves_none_before_the_last_token_that_is_not_in_flight",
+        (_COMPLETED, "assert step.removal_freed_ended"),
     ),
     "conservation": Relation(
         "every_block_drawn_is_held_and_none_is_given_back",
@@ -214,7 +220,9 @@ def _file(
     tested = dict(_tested(manager, family, scenarios))
     left_out = dict(_left_out(manager, family, tested))
     has_groups = manager == "coordinator"
-    tests = [_test(slug, suite, marker, has_groups=has_groups) for slug in tested]
+    in_flight = any(scenario.steps[-1].num_in_flight_tokens for scenario in scenarios)
+    rows_of = _ROWS | (_ROWS_WITH_NOTHING_IN_FLIGHT if in_flight else {})
+    tests = [_test(slug, suite, marker, rows_of, has_groups=has_groups) for slug in tested]
     rows = [
         {
             "name": scenario.name,
@@ -281,12 +289,14 @@ def _verdict_lines(verdicts: Verdicts, suite: str) -> Iterator[str]:
             yield f"{target}, {kind}: {'; '.join(parts)}"
 
 
-def _test(slug: str, suite: str, marker: _Marker, *, has_groups: bool) -> dict[str, Any]:
+def _test(
+    slug: str, suite: str, marker: _Marker, rows_of: Mapping[Asks, str], *, has_groups: bool
+) -> dict[str, Any]:
     relation, theorem = RELATIONS[slug], THEOREMS[slug]
     return {
         "slug": slug,
         "marks": [f"@{mark}" for mark in marker.of_test(slug, suite)],
-        "rows": _ROWS.get(theorem.asks, "ROWS"),
+        "rows": rows_of.get(theorem.asks, "ROWS"),
         "head": _head(relation.test_name, _columns(has_groups=has_groups)),
         "pool": "num_gpu_blocks, num_mamba_groups" if has_groups else "num_gpu_blocks",
         "docstring": _docstring(theorem.sentence),
@@ -335,7 +345,10 @@ def _imports(
 # ---- a row ---------------------------------------------------------------------------------------
 
 #: Words for steps, and what else of `conformance.steps` a file may use.
-_WORDS = (steps.chunk, steps.hit, steps.load, steps.own_tail, steps.park, steps.preempted)
+_WORDS = (
+    *(steps.chunk, steps.hit, steps.load, steps.park),
+    *(steps.in_flight, steps.own_tail, steps.preempted),
+)
 _HELPERS = {
     function.__name__
     for function in (
@@ -344,6 +357,7 @@ _HELPERS = {
         steps.asking_gate,
         steps.greatest_demand,
         steps.last_of,
+        steps.with_nothing_in_flight,
     )
 }
 
@@ -387,6 +401,10 @@ def in_words(step: ScenarioStep) -> str:
     ):
         if holds:
             made, said = wrap(made), _called(wrap.__name__, [said])
+    if step.num_in_flight_tokens:
+        number = step.num_in_flight_tokens
+        made = steps.in_flight(number, made)
+        said = _called(steps.in_flight.__name__, [_literal(number), said])
     if made != replace(step, why=made.why, prefill_length=made.prefill_length, expect=Expect()):
         raise ValueError(f"no words for a step: {step}")
     return said

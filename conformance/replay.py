@@ -205,8 +205,11 @@ def _says_something(theorem: Theorem, situation: Situation, step: Step, need: in
 
 
 def _is_about(theorem: Theorem, situation: Situation) -> bool:
+    """With steps in flight only what is removed is spoken of."""
     is_of_manager = manager_of(situation) in theorem.managers
-    return is_of_manager and theorem.why_not(family_of(situation), tags_of(situation)) is None
+    is_asked = theorem.asks_removal or situation.num_in_flight_tokens == 0
+    is_about_kind = theorem.why_not(family_of(situation), tags_of(situation)) is None
+    return is_of_manager and is_asked and is_about_kind
 
 
 def theorem_holds(

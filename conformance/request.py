@@ -15,6 +15,7 @@ from conformance.bindings import (
     HAS_PARTIAL_HIT,
     PARTIAL_HITS,
     PENDING_CHECKPOINTS,
+    PROCESSED_TOKENS,
     QUEUED_COPIES,
     BindingError,
     Bindings,
@@ -29,7 +30,7 @@ REQUEST_ID = "request"
 
 #: What is seen of a removal that was not reached.
 _NOT_REMOVED = dict.fromkeys(
-    ("removal_kept_state", "removal_freed_skipped", "removed_blocks"), None
+    ("removal_kept_state", "removal_freed_skipped", "removal_freed_ended", "removed_blocks"), None
 )
 
 #: The only KV-cache group.
@@ -95,6 +96,8 @@ class RequestUnderTest:
         self._least_free = pool.get_num_free_blocks()
         self._is_parked = self._was_preempted = self._owns_partial_tail = False
         self._num_hits = self._gate = self._num_tokens_asked = 0
+        self._chunks: list[int] = []
+        """Tokens that each step since the request was admitted computes."""
         self._held_by_another: list[Any] = []
         self._hashes: set[Any] = set()
 
@@ -107,6 +110,7 @@ class RequestUnderTest:
         num_external_tokens: int = 0,
         loads_asynchronously: bool = False,
         num_request_tokens: int = 0,
+        num_in_flight_tokens: int = 0,
         free_blocks: int | None = None,
         exactly_the_estimate: bool = False,
         reserved_blocks: int = 0,
@@ -122,6 +126,7 @@ class RequestUnderTest:
             loads_asynchronously: Whether they arrive later, and the request is parked.
             num_request_tokens: Tokens that the full-sequence gate is asked about first; 0 asks
                 nothing.
+            num_in_flight_tokens: Of the computed tokens, those of steps that have not ended.
             free_blocks: Free blocks that the allocation finds; None leaves the pool as it is.
             exactly_the_estimate: The allocation finds as many free blocks as the estimate says,
                 and those reserved: the least pool that passes the check.
@@ -154,7 +159,7 @@ class RequestUnderTest:
             if num_request_tokens:
                 gate = self._gate = self._ask_gate(arguments, hit, num_request_tokens)
                 self._num_tokens_asked = num_request_tokens
-            removal = self._remove_skipped_blocks(call.total_computed_tokens)
+            removal = self._remove_skipped_blocks(call.total_computed_tokens, num_in_flight_tokens)
             num_columns = len(self._table())
             found = self._found(call, hit, num_hit_blocks, num_external_tokens)
             before = self._watched_state() if watch_dry_run else None
@@ -188,6 +193,7 @@ class RequestUnderTest:
         except Exception as error:
             self.exception = error
         if not refused:
+            self._chunks.append(call.num_tokens_main_model - call.total_computed_tokens)
             self._is_parked = loads_asynchronously
             self._was_preempted = self._owns_partial_tail = False
         return Step(
@@ -222,6 +228,7 @@ class RequestUnderTest:
         self._asked.free(REQUEST_ID)
         self._gate = self._num_tokens_asked = 0
         self._was_preempted, self._is_parked, self._owns_partial_tail = True, False, False
+        self._chunks.clear()
 
     def cache_own_partial_tail(self, num_tokens: int) -> None:
         """Have the tree cache the request's own block that ends inside a block.
@@ -268,6 +275,7 @@ class RequestUnderTest:
         num_external_tokens: int = 0,
         loads_asynchronously: bool = False,
         num_request_tokens: int = 0,
+        num_in_flight_tokens: int = 0,
     ) -> Situation:
         """Return what decides the family of a step that is about to be applied so."""
         return Situation(
@@ -283,7 +291,19 @@ class RequestUnderTest:
             parked=self._is_parked,
             preempted=self._was_preempted,
             owns_partial_tail=self._owns_partial_tail,
+            num_in_flight_tokens=num_in_flight_tokens,
+            num_just_ended_tokens=self._just_ended(num_in_flight_tokens),
         )
+
+    def _just_ended(self, num_in_flight_tokens: int) -> int:
+        """Tokens of the step before those in flight; 0 where nothing is, or none is known."""
+        if not num_in_flight_tokens:
+            return 0
+        for chunk in reversed(self._chunks):
+            if num_in_flight_tokens <= 0:
+                return chunk
+            num_in_flight_tokens -= chunk
+        return 0
 
     def finish(self) -> bool:
         """Free the request's blocks; return whether the pool is as it was before the request.
@@ -464,17 +484,25 @@ class RequestUnderTest:
             **arguments,
         )
 
-    def _remove_skipped_blocks(self, num_computed_tokens: int) -> dict[str, bool]:
+    def _remove_skipped_blocks(
+        self, num_computed_tokens: int, num_in_flight_tokens: int
+    ) -> dict[str, bool]:
         """Have the tree remove them; return what is seen of it, as fields of a `Step`."""
+        if num_in_flight_tokens:
+            removal = self.manager.remove_skipped_blocks
+            self._bindings.need_argument(PROCESSED_TOKENS, removal)
         before, num_last = [*self._table()], 1 + self.geometry.num_speculative_blocks
-        self._asked.remove_skipped_blocks(REQUEST_ID, num_computed_tokens)
+        num_ended = max(num_computed_tokens - num_in_flight_tokens, 0)
+        self._asked.remove_skipped_blocks(REQUEST_ID, num_ended)
         after = self._table()
         stays = len(after) == len(before) and all(map(is_, before, after))
-        num_skipped = max(num_computed_tokens - 1, 0) // self.geometry.block_size
+        num_skipped = max(num_ended - 1, 0) // self.geometry.block_size
+        freed = all(map(_is_null, after[:num_skipped]))
         return {
             "removal_kept_state": stays
             or (len(after) == len(before) and all(map(is_, before[-num_last:], after[-num_last:]))),
-            "removal_freed_skipped": all(map(_is_null, after[:num_skipped])),
+            "removal_freed_skipped": freed or num_in_flight_tokens > 0,
+            "removal_freed_ended": freed,
             "removed_blocks": not stays,
         }
 

@@ -71,6 +71,8 @@ class ScenarioStep:
     """Blocks of the local hit in the full-attention group that nobody references."""
     other_hits_are_evictable: bool = False
     """Whether nobody references the hit's last block in the Mamba groups behind the first."""
+    num_in_flight_tokens: int = 0
+    """Of the computed tokens, those of earlier steps whose computation has not ended."""
 
 
 #: Fields of a step that a file may leave out, and does where they have their default.
@@ -413,6 +415,8 @@ def _objections(
         for name in ADMISSION_ONLY:
             if getattr(step, name):
                 yield name, "only a step that admits the request has it"
+    if step.num_in_flight_tokens > step.call.total_computed_tokens:
+        yield "num_in_flight_tokens", "more than the computed tokens"
     yield from _objections_to_adoption(step, geometry)
     if step.loads_asynchronously and not step.num_external_tokens:
         yield "loads_asynchronously", "there are no external tokens to load"
@@ -457,6 +461,8 @@ def _objections_to_groups(
         yield "num_evictable_attention_hits", "there is no full-attention group"
     elif evictable > (columns if step.num_hit_blocks or step.num_external_tokens else 0):
         yield "num_evictable_attention_hits", f"the hit has not {evictable} blocks"
+    if step.num_in_flight_tokens and num_mamba_groups:
+        yield "num_in_flight_tokens", "only one manager by itself is asked with steps in flight"
     if step.other_hits_are_evictable and not (num_mamba_groups > 1 and step.num_hit_blocks):
         yield "other_hits_are_evictable", "there is no hit in another Mamba group"
 

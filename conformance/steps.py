@@ -119,6 +119,11 @@ def own_tail(step: ScenarioStep) -> ScenarioStep:
     return replace(step, owns_partial_tail=True)
 
 
+def in_flight(num_tokens: int, step: ScenarioStep) -> ScenarioStep:
+    """The same step, while earlier ones that compute so many tokens have not ended."""
+    return replace(step, num_in_flight_tokens=num_tokens)
+
+
 def _step(
     why: str,
     start: int,
@@ -209,6 +214,7 @@ def _kind(planned: ScenarioStep) -> dict[str, Any]:
         "num_external_tokens": planned.num_external_tokens,
         "loads_asynchronously": planned.loads_asynchronously,
         "num_request_tokens": planned.num_request_tokens,
+        "num_in_flight_tokens": planned.num_in_flight_tokens,
     }
 
 
@@ -270,6 +276,11 @@ def admitted_by_gate(rows: Iterable[Any]) -> list[Any]:
     return [
         row for row in rows if len(row.values[-2]) > 1 and row.values[-2][0].num_request_tokens > 0
     ]
+
+
+def with_nothing_in_flight(rows: Iterable[Any]) -> list[Any]:
+    """Those whose last step finds all earlier ones ended."""
+    return [row for row in rows if not row.values[-2][-1].num_in_flight_tokens]
 
 
 def asking_gate(rows: Iterable[Any]) -> list[Any]:

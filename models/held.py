@@ -15,7 +15,14 @@ from spec.families import (
     is_decoding,
     reserves_checkpoint,
 )
-from spec.states import column_of_last_token, column_read, may_be_held, running_column
+from spec.states import (
+    column_just_read,
+    column_of_last_ended_token,
+    column_of_last_token,
+    column_read,
+    may_be_held,
+    running_column,
+)
 from spec.vocabulary import Situation
 
 #: Variables that stand for any column of a table, any draft block (from 1) and any block drawn.
@@ -117,18 +124,18 @@ def removal_freed_skipped(
     table: Table,
     column: IntLike,
     *,
-    in_flight: IntLike,
     recorded: IntLike,
     num_retired: IntLike | None,
 ) -> BoolLike:
     """Whether a column before the last computed token's is null after a removal, if it should be.
+
+    Where anything is in flight nothing is claimed.
 
     Args:
         situation: What the removal starts from.
         before: The table before.
         table: The table after.
         column: Any column.
-        in_flight: Tokens that steps in flight compute; where there are any, nothing is claimed.
         recorded: The column recorded as the next to free; -1 is none.
         num_retired: Columns that were freed before, and hold no block; None where the release does
             not count them, and relies on the recorded column instead.
@@ -140,9 +147,39 @@ def removal_freed_skipped(
         stood_well = column >= num_retired
     return term.disjunction(
         (
-            in_flight > 0,
+            situation.num_in_flight_tokens > 0,
             column < 0,
             column >= column_of_last_token(situation),
+            term.conjunction((_stands(before, column), term.negation(stood_well))),
+            table.column(column).is_null,
+        )
+    )
+
+
+def removal_freed_ended(
+    situation: Situation,
+    before: Table,
+    table: Table,
+    column: IntLike,
+    *,
+    recorded: IntLike,
+    num_retired: IntLike | None,
+) -> BoolLike:
+    """Whether a column before the last ended token's is null after a removal, if it should be.
+
+    Arguments are those of `removal_freed_skipped`.
+    """
+    ended, read = column_of_last_ended_token(situation), column_just_read(situation)
+    if num_retired is None:
+        stood_well = term.disjunction((column == read, column == ended - 1))
+        is_recorded = term.disjunction((recorded == read, recorded >= ended))
+    else:
+        stood_well, is_recorded = column >= num_retired, True
+    return term.disjunction(
+        (
+            column < 0,
+            column >= ended,
+            term.negation(is_recorded),
             term.conjunction((_stands(before, column), term.negation(stood_well))),
             table.column(column).is_null,
         )

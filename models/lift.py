@@ -285,6 +285,12 @@ def explore(
         asks_gate=asks_gate,
         checkpoint_blocks=checkpoint_blocks,
     )
+    if asks is Asks.REMOVAL:
+        situation = replace(
+            situation,
+            num_in_flight_tokens=term.int_var("num_in_flight_tokens", 0),
+            num_just_ended_tokens=term.int_var("num_just_ended_tokens", 0),
+        )
     if asks is not Asks.LIFETIME and _has_own_table(situation) and _forgets_parked(core, traits):
         situation = replace(situation, was_parked=term.bool_var("was_parked"))
     extra = (*traits.assumptions(), *(OF_THE_GATE if asks_gate else ()))

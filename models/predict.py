@@ -7,16 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from models import intended
+from models import intended, smt, term
 from models.evaluate import Evaluator
 from models.groups import explore_groups, on_a_large_pool
 from models.held import SOME_COLUMN
 from models.lift import Exploration, Found, Variant, explore, lifted_core, summary_of, variants_of
-from models.prove import in_numbers
+from models.prove import Prover, in_numbers
 from models.traits import Traits, traits_of
 from spec.families import family_of, is_overwide, reserves_checkpoint
 from spec.logic import cdiv, greatest
-from spec.states import column_of_last_token, running_column
+from spec.states import (
+    column_just_read,
+    column_of_last_ended_token,
+    column_of_last_token,
+    running_column,
+)
 from spec.theorems import (
     ADMISSIONS,
     LATER_PREFILLS,
@@ -143,17 +148,61 @@ class LiftedTree:
             asks=_asked(situation, family),
             num_mamba_groups=situation.num_mamba_groups,
         )
-        values = {
-            **values_of(situation),
-            "has_checkpoint_before": checkpoint_before,
-            "has_column_to_retire_before": column_to_retire_before >= 0,
-            "column_to_retire_before": column_to_retire_before,
-            "block_table": _Columns(situation, checkpoint_before=checkpoint_before),
-        }
+        values = _values_before(situation, checkpoint_before, column_to_retire_before)
         path = summary_of(exploration, values)
         if path is None:
             return None
         return step_in_numbers(path.step, values, _columns_that_may_be_left(situation))
+
+    def broken_removals(
+        self, situation: Situation, *, checkpoint_before: bool, column_to_retire_before: int = -1
+    ) -> tuple[str, ...]:
+        """Return the theorems about removals that the one before a step breaks, with one in flight.
+
+        What a loop does in one column depends on others, so that the solver is asked. Arguments are
+        those of `predict`.
+        """
+        family, tags = obligation_of(situation)
+        (exploration,) = self.explorations_of(family, tags, asks=Asks.REMOVAL)
+        values = _values_before(situation, checkpoint_before, column_to_retire_before)
+        question = smt.Question(exploration.assumptions)
+        question.add(*_pinned(values, running_column(situation)))
+        prover = Prover(exploration)
+        return tuple(
+            slug
+            for slug, theorem in THEOREMS.items()
+            if theorem.asks_removal
+            and theorem.why_not(family, tags) is None
+            and self.traits.why_not(family, tags, slug) is None
+            and question.ask(prover.violation(theorem)).answer is smt.Answer.SAT
+        )
+
+
+def _pinned(values: Mapping[str, Any], running: int) -> Iterator[term.BoolLike]:
+    """That variables have these values, and that the table's columns hold a block, or do not."""
+    for atom in tuple(term.ATOMS):
+        if atom.kind == "var" and atom.args[0] in values:
+            name = atom.args[0]
+            yield term.int_var(name, atom.low, atom.high) == int(values[name])
+    for name in ("has_checkpoint_before", "has_column_to_retire_before", "was_parked"):
+        yield term.bool_var(name) if values[name] else term.negation(term.bool_var(name))
+    for column in range(running + 1):
+        is_null = term.cell("block_table", column) == 0
+        yield term.negation(is_null) if values["block_table"].get(column) else is_null
+
+
+def _values_before(
+    situation: Situation, checkpoint_before: bool, column_to_retire_before: int
+) -> Mapping[str, Any]:
+    """A situation's numbers, and what earlier steps left, by variable."""
+    return {
+        **values_of(situation),
+        "has_checkpoint_before": checkpoint_before,
+        "has_column_to_retire_before": column_to_retire_before >= 0,
+        "column_to_retire_before": column_to_retire_before,
+        "num_retired_blocks_before": max(column_just_read(situation), 0),
+        "block_table": _Columns(situation, checkpoint_before=checkpoint_before),
+    }
 
 
 def _with_request_tokens(sample: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -216,13 +265,18 @@ class _Columns(dict[int, int]):
     def __init__(self, situation: Situation, *, checkpoint_before: bool) -> None:
         super().__init__()
         self._first_held = running_column(situation) - checkpoint_before
+        # Steps in flight, and the one that ended last, keep the states that they started from.
+        in_flight = situation.num_in_flight_tokens > 0
+        kept = {column_of_last_ended_token(situation), column_just_read(situation)}
+        self._in_flight = kept if in_flight else set()
         self._tail = column_of_last_token(situation)
         self._has_tail = situation.owns_partial_tail
 
     def get(self, column: int, default: Any = 1) -> Any:
         """`dict.get`: 0 is the null block."""
         is_tail = self._has_tail and column == self._tail
-        return default if column >= self._first_held or is_tail else 0
+        is_held = column >= self._first_held or is_tail or column in self._in_flight
+        return default if is_held else 0
 
 
 def values_of(situation: Situation) -> Mapping[str, Any]:
@@ -247,6 +301,8 @@ def values_of(situation: Situation) -> Mapping[str, Any]:
         **_values_of_groups(situation),
         "prefill_end": call.prefill_end,
         "prefill_length": situation.prefill_length,
+        "num_in_flight_tokens": situation.num_in_flight_tokens,
+        "num_just_ended_tokens": situation.num_just_ended_tokens,
     }
 
 

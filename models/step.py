@@ -28,6 +28,7 @@ from models.held import (
     drawn_are_held,
     held_before,
     only_states_are_held,
+    removal_freed_ended,
     removal_freed_skipped,
     state_is_in_place,
 )
@@ -311,7 +312,7 @@ class StepRun(ManagerRun):
         It may not ask for what differs between settings, so that one setting stands for all.
         """
         hide(self.manager, _SET_BY_COORDINATOR & vars(self.manager).keys())
-        in_flight = term.int_var("num_in_flight_tokens", 0)
+        in_flight = self.situation.num_in_flight_tokens
         processed = greatest(0, self.situation.call.total_computed_tokens - in_flight)
         self.pool.has_taken_back = False
         recorded, num_retired = self._column_to_retire(), self._num_retired()
@@ -319,14 +320,14 @@ class StepRun(ManagerRun):
         table, path = self.table(), current_path()
         if len(path.swept) > 1:
             raise Unsupported("a removal that goes over the table twice")
-        freed_skipped = path.is_impossible or removal_freed_skipped(
-            self.situation,
-            table_before(self.situation),
-            table,
-            path.swept[0] if path.swept else term.int_var(SOME_COLUMN, 0),
-            in_flight=in_flight,
-            recorded=recorded,
-            num_retired=num_retired,
+        column = path.swept[0] if path.swept else term.int_var(SOME_COLUMN, 0)
+        before = table_before(self.situation)
+        freed_skipped, freed_ended = (
+            path.is_impossible
+            or freed(
+                self.situation, before, table, column, recorded=recorded, num_retired=num_retired
+            )
+            for freed in (removal_freed_skipped, removal_freed_ended)
         )
         held = tail_is_held(table, self.situation.geometry.num_speculative_blocks)
         to_retire = self._column_to_retire()
@@ -341,6 +342,7 @@ class StepRun(ManagerRun):
             column_to_retire=to_retire,
             removal_kept_state=held & (table.length == self.situation.table_length),
             removal_freed_skipped=freed_skipped,
+            removal_freed_ended=freed_ended,
             removed_blocks=self.pool.has_taken_back,
         )
 

@@ -21,6 +21,7 @@ _OF_REMOVED_TABLES = frozenset(
     (
         "only-states-are-held",
         "removal-frees-skipped",
+        "removal-frees-ended",
         "peak-within-sizing",
         "gate-covers-lifetime",
         "eventually-admitted",

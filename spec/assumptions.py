@@ -376,6 +376,30 @@ STATES_ARE_RECORDED = Assumption(
     "columns from 0.30.0",
     lambda s: True,
 )
+A_STEP_IS_IN_FLIGHT = Assumption(
+    "a-step-is-in-flight",
+    "A step of the request is in flight, the one before it has just ended, and that one started "
+    "from computed tokens.",
+    "v1/engine/core.py, EngineCore.step_with_batch_queue schedules before the output of the last "
+    "step is known; v1/core/sched/scheduler.py, Scheduler._update_after_schedule and "
+    "update_from_output count num_in_flight_tokens",
+    lambda s: (
+        (s.num_in_flight_tokens >= 1)
+        & (s.num_just_ended_tokens >= 1)
+        & (s.num_in_flight_tokens + s.num_just_ended_tokens < s.call.total_computed_tokens)
+    ),
+)
+STATES_IN_FLIGHT_ARE_RECORDED = Assumption(
+    "states-in-flight-are-recorded",
+    "Columns that were retired hold no block. Where the release does not count them, a table holds "
+    "none before the state of the last token whose step has ended but the one that this step "
+    "started from and its checkpoint; the column recorded as the next to free is that one, or a "
+    "later one that a step in flight started from.",
+    "the theorem removal-frees-ended itself, at the removal before; only-states-are-held and "
+    "retirement-recorded: a step leaves the state that it started from, which it records, and its "
+    "checkpoint",
+    lambda s: True,
+)
 
 #: In force for every family.
 ASSUMPTIONS: tuple[Assumption, ...] = (
@@ -414,6 +438,8 @@ OF_CLAIMS: tuple[Assumption, ...] = (
     SKIPPED_COLUMNS_ARE_NULL,
     DECODING_STAYS_IN_A_BLOCK,
     STATES_ARE_RECORDED,
+    A_STEP_IS_IN_FLIGHT,
+    STATES_IN_FLIGHT_ARE_RECORDED,
 )
 #: The same, about what no situation says: `models.groups` says it of variables of its own.
 OF_THE_COORDINATOR: tuple[Assumption, ...] = (

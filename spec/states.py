@@ -15,6 +15,21 @@ def column_of_last_token(s: Situation) -> IntLike:
     return (s.call.total_computed_tokens - 1) // s.geometry.block_size
 
 
+def column_of_last_ended_token(s: Situation) -> IntLike:
+    """Return the column of the last token whose step has ended: the oldest step in flight reads it.
+
+    Source: `vllm/v1/core/kv_cache_manager.py`, `KVCacheManager.allocate_slots`:
+    `num_in_flight_tokens`.
+    """
+    return (s.call.total_computed_tokens - s.num_in_flight_tokens - 1) // s.geometry.block_size
+
+
+def column_just_read(s: Situation) -> IntLike:
+    """Return the column of the state that the step that ended last started from."""
+    before = s.call.total_computed_tokens - s.num_in_flight_tokens - s.num_just_ended_tokens
+    return (before - 1) // s.geometry.block_size
+
+
 def running_column(s: Situation) -> IntLike:
     """Return the column of the running state that the step finds; negative without a table."""
     return s.table_length - 1 - s.geometry.num_speculative_blocks

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from spec.assumptions import (
+    A_STEP_IS_IN_FLIGHT,
     DECODING_STAYS_IN_A_BLOCK,
     MAMBA_GROUPS,
     SKIPPED_COLUMNS_ARE_NULL,
     STATES_ARE_RECORDED,
+    STATES_IN_FLIGHT_ARE_RECORDED,
     Assumption,
 )
 from spec.families import (
@@ -464,6 +466,21 @@ THEOREMS: dict[str, Theorem] = {
             families=("promoted", *_KNOWN_TO_WORKER),
             not_elsewhere="a request without a table has no blocks to remove",
             premises=(STATES_ARE_RECORDED,),
+        ),
+        Theorem(
+            "removal-frees-ended",
+            "Whatever is in flight, removing skipped blocks leaves none before the state of the "
+            "last token whose step has ended.",
+            "Unsat iff every column before that token's is null after every removal; a model is a "
+            "request that keeps a state that no step reads any more, and keeps it to its end.",
+            lambda s, step, pool, need: step.removal_freed_ended,
+            lambda s, step: step.removed_blocks,
+            "v1/core/kv_cache_manager.py, KVCacheManager.allocate_slots: num_in_flight_tokens",
+            asks=Asks.REMOVAL,
+            families=("running",),
+            not_elsewhere="the removal is the same before any other step of a request that runs",
+            premises=(A_STEP_IS_IN_FLIGHT, STATES_IN_FLIGHT_ARE_RECORDED),
+            not_with={("running", "overwide"): _NOTHING_IS_TAKEN_BACK},
         ),
         Theorem(
             "conservation",

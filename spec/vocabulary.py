@@ -102,6 +102,10 @@ class Situation:
     """Blocks of the local hit in the full-attention group that nobody references."""
     other_hits_are_evictable: BoolLike = False
     """Whether nobody references the hit's last block in the Mamba groups behind the first."""
+    num_in_flight_tokens: IntLike = 0
+    """Of the computed tokens, those of steps that are scheduled and have not ended."""
+    num_just_ended_tokens: IntLike = 0
+    """Of the computed tokens, those of the step that ended last; 0 where nothing is in flight."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +166,9 @@ class Step:
     removal_freed_skipped: BoolLike = True
     """Whether, where nothing is in flight, it left no block in a column before the running
     state's."""
+    removal_freed_ended: BoolLike = True
+    """Whether, whatever is in flight, it left no block in a column before that of the last token
+    whose step has ended."""
     removed_blocks: BoolLike = False
     """Whether that removed any block."""
     raised: str | None = None

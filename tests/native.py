@@ -237,6 +237,7 @@ def compared(situation: Situation, values: Values, expected: Step, seen: Step) -
         "deferred",
         "removal_kept_state",
         "removal_freed_skipped",
+        "removal_freed_ended",
         "removed_blocks",
     }
     if not _is_tidy(situation, values):

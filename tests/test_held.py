@@ -68,6 +68,12 @@ FAULTS = {
         "if blocks[i].is_null:\n                continue\n",
         "if blocks[i].is_null:\n                break\n",
     ),
+    "a removal with a step in flight ends at the first column without a block": (
+        ("running", ()),
+        "removal-frees-ended",
+        "if blocks[i].is_null:\n                continue\n",
+        "if blocks[i].is_null:\n                break\n",
+    ),
     "a table that fits its tokens is asked a block more for": (
         ("running", ()),
         "eventually-admitted",

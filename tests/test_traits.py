@@ -53,6 +53,7 @@ IN_FORCE = {
 OF_REMOVED_TABLES = (
     "only-states-are-held",
     "removal-frees-skipped",
+    "removal-frees-ended",
     "peak-within-sizing",
     "gate-covers-lifetime",
     "eventually-admitted",
