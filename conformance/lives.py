@@ -7,7 +7,8 @@ after every rule: `life_checks` says what.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -23,14 +24,23 @@ from conformance.bindings import (
 from conformance.group_bindings import ALLOCATE_ARGUMENTS, GroupBindings, watching_estimates
 from conformance.life_checks import (
     Check,
-    LiveStateLost,
     NeverAdmitted,
     PoolRanDry,
     StepSeen,
     Violation,
+    state_lost,
+)
+from conformance.life_plan import (
+    ATTENTION_GROUP,
+    Chunk,
+    LifeShadow,
+    Planner,
+    StateLost,
+    Tokens,
+    WorkerRow,
 )
 from conformance.life_scheduler import SchedulerStandIn, scheduler_text
-from conformance.life_shadow import ATTENTION_GROUP, Chunk, Shadow, StateLost, Tokens, WorkerRow
+from conformance.life_shadow import Shadow
 from models.loader import PlaceholderUsed
 from spec.families import checkpoint_position, reserves_checkpoint
 from spec.logic import cdiv
@@ -208,6 +218,10 @@ class NotPossible(DriverError):
     """The rule does not apply in this state; nothing was done."""
 
 
+#: Makes what keeps the contents of the blocks of a setting's pool.
+NewShadow = Callable[[Setting], LifeShadow]
+
+
 class SharedPool:
     """Requests that share one real `KVCacheManager`; `apply` rules to them.
 
@@ -220,6 +234,7 @@ class SharedPool:
         checks: What is checked after every rule.
         most: Blocks that requests hold at most; filled by pools of the tree as they need it.
         num_gpu_blocks: Pool size, where it is another than the setting's.
+        new_shadow: Makes what keeps the contents of blocks; None keeps Python values.
     """
 
     def __init__(
@@ -232,6 +247,7 @@ class SharedPool:
         checks: Sequence[Check],
         most: dict[Any, int],
         num_gpu_blocks: int | None = None,
+        new_shadow: NewShadow | None = None,
     ) -> None:
         g = setting.geometry
         self.setting, self.geometry = setting, g
@@ -265,7 +281,8 @@ class SharedPool:
             Request(f"r{i}", plan, i, self.hasher, status=self._statuses["WAITING"])
             for i, plan in enumerate(setting.plans)
         )
-        self.shadow = Shadow(g, len(self.managers))
+        self.planner = Planner(g, len(self.managers))
+        self.shadow: LifeShadow = Shadow() if new_shadow is None else new_shadow(setting)
         self.scheduled: dict[int, _Scheduled] = {}
         self.inflight_prefills: list[Request] = []
         self.admits_no_more = self.has_admitted = False
@@ -419,9 +436,14 @@ class SharedPool:
         for entry in self.scheduled.values():
             for held in self.held(entry.request):
                 self.step_of_block.update(dict.fromkeys(held, entry.seen))
-        try:
-            self.shadow.run([(s.block_id, d.block_id) for s, d in copies], chunks)
-        except StateLost as lost:
+        held = (frozenset().union(*self.held(request)) for request in self.requests)
+        plan = self.planner.step(
+            self.num_steps,
+            [(s.block_id, d.block_id) for s, d in copies],
+            chunks,
+            Counter(block for blocks in held for block in blocks),
+        )
+        for lost in [*(plan.lost or self.shadow.run(plan))][:1]:
             self._lost(lost)
         self.pool.free_blocks([block for pair in copies for block in pair])
         for entry in self.scheduled.values():
@@ -443,7 +465,12 @@ class SharedPool:
             return True
         assert request.row is not None
         start, end = request.external_start, request.num_computed_tokens
-        self.shadow.load(request.row.tables, request.tokens(end), start, end)
+        self.shadow.load(
+            self.planner.loaded(
+                request.request_id, request.row.tables, request.tokens(end), start, end
+            ),
+            self.num_steps,
+        )
         self.manager.cache_blocks(request, end)
         request.stage = Stage.ARRIVED
         request.status = self._statuses["PREEMPTED" if request.num_preemptions else "WAITING"]
@@ -769,6 +796,7 @@ class SharedPool:
         request, end = entry.request, entry.start + entry.num_new
         assert request.row is not None
         return Chunk(
+            request=request.request_id,
             row=request.row,
             tokens=request.tokens(max(end, request.num_tokens)),
             start=entry.start,
@@ -808,11 +836,7 @@ class SharedPool:
             self.inflight_prefills.remove(request)
 
     def _lost(self, lost: StateLost) -> None:
-        seen = self.step_of_block.get(lost.block)
-        request = "" if seen is None else seen.request
-        self.violations.append(
-            LiveStateLost(request, self.num_steps, lost.block, lost.detail, seen)
-        )
+        self.violations.append(state_lost(lost, self.num_steps, self.step_of_block.get(lost.block)))
 
 
 _ALLOCATE_ARGUMENTS = (*ALLOCATE_ARGUMENTS, "full_sequence_must_fit", "reserved_blocks")
