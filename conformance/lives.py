@@ -7,7 +7,6 @@ after every rule: `life_checks` says what.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -34,11 +33,11 @@ from conformance.life_plan import (
     ATTENTION_GROUP,
     Chunk,
     LifeShadow,
-    Planner,
     StateLost,
     Tokens,
     WorkerRow,
 )
+from conformance.life_planner import Planner
 from conformance.life_scheduler import SchedulerStandIn, scheduler_text
 from conformance.life_shadow import Shadow
 from models.loader import PlaceholderUsed
@@ -436,12 +435,11 @@ class SharedPool:
         for entry in self.scheduled.values():
             for held in self.held(entry.request):
                 self.step_of_block.update(dict.fromkeys(held, entry.seen))
-        held = (frozenset().union(*self.held(request)) for request in self.requests)
         plan = self.planner.step(
             self.num_steps,
             [(s.block_id, d.block_id) for s, d in copies],
             chunks,
-            Counter(block for blocks in held for block in blocks),
+            frozenset().union(*(held for r in self.requests for held in self.held(r))),
         )
         for lost in [*(plan.lost or self.shadow.run(plan))][:1]:
             self._lost(lost)

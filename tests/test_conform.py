@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import textwrap
 from collections.abc import Callable
@@ -268,6 +269,37 @@ def test_the_vllm_tier_runs_one_process_per_target(
     assert "3 passed, 2 xfailed" in out
     assert "5 passed" in out
     assert ", torch 2" in out
+    for target in (OLD, NEW):
+        assert f"capproof: {target}: KV memory on " in out
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="the vllm tier needs torch")
+def test_lives_with_kv_memory_are_part_of_the_vllm_tier(
+    tests_dir: Tests, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A checkout whose tests pass and that loses a state in memory fails, and says what it lost."""
+    managers = Path("vllm/v1/core/single_type_kv_cache_manager.py")
+    root = tmp_path / "checkout"
+
+    def link(source: str, target: str) -> None:
+        if Path(source).name == "__init__.py" or Path(target) == root / managers:
+            shutil.copyfile(source, target)
+        else:
+            os.symlink(source, target)
+
+    shutil.copytree(resolve(NEW).root / "vllm", root / "vllm", copy_function=link)
+    before, inside, text = (root / managers).read_text().partition("class MambaManager")
+    right, wrong = "block_hashes[fine_idx]", "block_hashes[max(fine_idx - 1, 0)]"
+    assert right in text
+    (root / managers).write_text(before + inside + text.replace(right, wrong, 1))
+    target = f"path:{root}"
+    given = {"device": "cpu", "against": NEW}
+
+    assert run([target], "vllm", [], tests_dir(RENDERED), **given) == FAILURES
+    out = capfd.readouterr().out
+    assert "5 passed" in out
+    assert f"capproof: {target}: KV memory on cpu: 200 lives, " in out
+    assert "live-state-kept [StalePosition] step " in out
 
 
 @pytest.mark.skipif(not HAS_TORCH, reason="the vllm tier needs torch")
