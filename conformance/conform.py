@@ -29,6 +29,9 @@ AS_EXPECTED, FAILURES, COULD_NOT_RUN = 0, 1, 2
 
 #: Random lives with KV memory of each target; they are the same in every run.
 NUM_LIVES = 200
+#: Of these, lives whose copies are compared with the release's own: on the CPU an interpreter runs
+#: its kernels.
+NUM_COMPARED = {"cpu": 2, "cuda": 40}
 #: Releases whose worker has no `allocate_kv_cache` of its own.
 WITHOUT_MEMORY = ("0.24.0", "0.25.0", "0.26.0", "0.27.0", "0.28.0")
 #: Violations of a target that are shown.
@@ -94,15 +97,18 @@ def _live_with_memory(tree: Tree, device: str, against: str | None) -> int:
         return AS_EXPECTED
     known_as = tree.target if tree.release or against is None else against
     try:
-        lives = run_in(tree.root, known_as, device, num_lives=NUM_LIVES)
+        numbers = {"num_lives": NUM_LIVES, "num_compared": NUM_COMPARED[device]}
+        lives = run_in(tree.root, known_as, device, **numbers)
     except DriverError as error:
         return _could_not_run(f"{tree.target}: {error}")
     print(f"capproof: {tree.target}: {summary(lives)}")
-    for line in lives.unknown[:_MOST_LINES]:
+    print(f"capproof: {tree.target}: {lives.copies}")
+    wrong = [*lives.unknown, *lives.differing]
+    for line in wrong[:_MOST_LINES]:
         print(f"  {line}")
-    if len(lives.unknown) > _MOST_LINES:
-        print(f"  and {len(lives.unknown) - _MOST_LINES} more")
-    return FAILURES if lives.unknown else AS_EXPECTED
+    if len(wrong) > _MOST_LINES:
+        print(f"  and {len(wrong) - _MOST_LINES} more")
+    return FAILURES if wrong else AS_EXPECTED
 
 
 def summary(lives: MemoryLives) -> str:

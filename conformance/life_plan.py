@@ -155,7 +155,7 @@ class Moving:
 
 @dataclass(frozen=True)
 class BatchRow:
-    """What the worker's own copy functions read of a request, as it is before the step."""
+    """What the worker's own copy functions read of a request before the step, and say after it."""
 
     request: str
     tables: Sequence[Sequence[int]]
@@ -165,6 +165,9 @@ class BatchRow:
     num_accepted_drafts: int
     state_column: int
     num_accepted: int
+    end_column: int
+    """`state_column` after the step."""
+    num_accepted_after: int
 
 
 @dataclass

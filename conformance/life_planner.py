@@ -121,18 +121,7 @@ class Planner:
     def _plan_chunk(self, plan: StepPlan, chunk: Chunk) -> None:
         row, tables, block_size = chunk.row, chunk.row.tables, self.geometry.block_size
         end_column, known = self._end_column(chunk), self._known(chunk)
-        plan.batch.append(
-            BatchRow(
-                chunk.request,
-                tables,
-                chunk.start,
-                chunk.end - chunk.start,
-                chunk.num_drafts,
-                chunk.num_accepted_drafts,
-                row.state_column,
-                row.num_accepted,
-            )
-        )
+        before = row.state_column, row.num_accepted
         if chunk.external_start < chunk.start:
             loaded = chunk.external_start, chunk.start
             plan.loads += self.loaded(chunk.request, tables, chunk.tokens, *loaded)
@@ -144,6 +133,19 @@ class Planner:
             self._plan_state_read(plan, chunk, end_column)
             plan.readings += self._attention_readings(chunk.request, row, chunk.tokens, chunk.start)
         self._plan_states(plan, chunk, end_column, known)
+        plan.batch.append(
+            BatchRow(
+                chunk.request,
+                tables,
+                chunk.start,
+                chunk.end - chunk.start,
+                chunk.num_drafts,
+                chunk.num_accepted_drafts,
+                *before,
+                row.state_column,
+                row.num_accepted,
+            )
+        )
 
     def _plan_state_read(self, plan: StepPlan, chunk: Chunk, end_column: int) -> None:
         """Move the state to the column of the step's end, and read it there."""

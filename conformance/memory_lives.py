@@ -31,6 +31,7 @@ from conformance.kv_cache import (
 from conformance.kv_memory import Counts, KVMemory
 from conformance.life_checks import known_fault
 from conformance.lives import NewShadow, Plan, Setting
+from conformance.release_copies import ReleaseCopies, triton_for
 from conformance.replay import ask_process, own_standard_output
 from spec.vocabulary import Geometry
 
@@ -60,6 +61,10 @@ class MemoryLives:
     """Violations by name of the known fault that they are."""
     unknown: tuple[str, ...]
     """All others, a line each."""
+    copies: str
+    """What was compared with the release's own copies, in words."""
+    differing: tuple[str, ...]
+    """Copies that differ, a line each."""
 
     @property
     def steps_per_second(self) -> float:
@@ -73,10 +78,14 @@ class Memories:
     Args:
         builder: Of the release.
         device: For torch.
+        copies: What compares copies with the release's own; None compares none.
     """
 
-    def __init__(self, builder: CacheBuilder, device: str) -> None:
+    def __init__(
+        self, builder: CacheBuilder, device: str, copies: ReleaseCopies | None = None
+    ) -> None:
         self.counts = Counts()
+        self.copies = copies
         self._builder, self._device = builder, device
         self._caches: dict[tuple[Any, ...], KVCache] = {}
 
@@ -91,8 +100,11 @@ class Memories:
         if len(self._caches) >= _MAX_CACHES:
             self._caches.pop(next(iter(self._caches)))
         self._caches[sizes] = cache
+        around = None
+        if self.copies is not None:
+            around = self.copies.around(cache, self._builder.build(*sizes, self._device))
         try:
-            return KVMemory(cache, self.counts)
+            return KVMemory(cache, self.counts, around)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 said = out_of_memory(self._device, cache.num_bytes)
@@ -213,12 +225,45 @@ def run_in(root: Path, target: str, device: str, **options: int) -> MemoryLives:
     (answer,) = answers
     if "reason" in answer:
         raise BindingError(answer["reason"])
-    return MemoryLives(**{**answer, "unknown": tuple(answer["unknown"])})
+    lists = {name: tuple(answer[name]) for name in ("unknown", "differing")}
+    return MemoryLives(**{**answer, **lists})
 
 
 def _device_name(device: str) -> str:
     torch = importlib.import_module("torch")
     return str(torch.cuda.get_device_name()) if device == "cuda" else device
+
+
+def _lived(options: argparse.Namespace) -> MemoryLives:
+    with triton_for(options.device, options.target.removeprefix("vllm==")):
+        driver = vllm_driver(options.root)
+        builder = CacheBuilder(driver.modules)
+        copies = ReleaseCopies(driver.modules)
+    known_as, layouts, seed = options.target, builder.layouts, options.seed
+    compared = Memories(builder, options.device, copies)
+    if options.num_compared:
+        live(driver, known_as, compared, layouts, seed=seed, num_lives=options.num_compared)
+    memories = None if options.without_memory else Memories(builder, options.device)
+    lives, steps, seconds, known, unknown = live(
+        driver,
+        known_as,
+        memories,
+        layouts,
+        seed=seed,
+        num_lives=options.num_lives,
+        num_steps=options.num_steps,
+    )
+    return MemoryLives(
+        driver.location,
+        _device_name(options.device),
+        lives,
+        asdict(memories.counts if memories is not None else Counts(steps)),
+        seconds,
+        {**known},
+        tuple(unknown),
+        copies.shown,
+        tuple(copies.differing),
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -230,22 +275,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-lives", type=int, default=0)
     parser.add_argument("--num-steps", type=int, default=0)
     parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument(
+        "--num-compared", type=int, default=0, help="lives whose copies are compared"
+    )
     parser.add_argument("--without-memory", type=int, default=0, help="1 keeps Python values")
     options = parser.parse_args(arguments)
     answers = own_standard_output()
     try:
-        driver = vllm_driver(options.root)
-        builder = CacheBuilder(driver.modules)
-        memories = None if options.without_memory else Memories(builder, options.device)
-        lives, steps, seconds, known, unknown = live(
-            driver,
-            options.target,
-            memories,
-            builder.layouts,
-            seed=options.seed,
-            num_lives=options.num_lives,
-            num_steps=options.num_steps,
-        )
+        answer = _lived(options)
     except (DriverError, RuntimeError) as error:
         reason = str(error)
         if not isinstance(error, DriverError):
@@ -254,9 +291,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             reason = f"--device {options.device}: out of memory: {one_line(error)}"
         print(json.dumps({"reason": reason}), file=answers, flush=True)
         return 2
-    counts = asdict(memories.counts) if memories is not None else asdict(Counts(steps))
-    device = _device_name(options.device)
-    answer = MemoryLives(driver.location, device, lives, counts, seconds, {**known}, tuple(unknown))
     print(json.dumps(asdict(answer)), file=answers, flush=True)
     return 0
 

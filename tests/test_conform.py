@@ -271,6 +271,7 @@ def test_the_vllm_tier_runs_one_process_per_target(
     assert ", torch 2" in out
     for target in (OLD, NEW):
         assert f"capproof: {target}: KV memory on " in out
+        assert f"capproof: {target}: copies compared with the release's own: " in out
 
 
 @pytest.mark.skipif(not HAS_TORCH, reason="the vllm tier needs torch")

@@ -71,6 +71,7 @@ def test_memory_and_values_show_the_same() -> None:
     memory, values = lived(RELEASE), lived(RELEASE, "--without-memory=1")
 
     assert values["counts"]["pages_read"] == 0
+    assert memory["differing"] == []
     for part in ("known", "unknown"):
         assert memory[part] == values[part]
     assert memory["counts"]["steps"] == values["counts"]["steps"]
@@ -107,6 +108,58 @@ try:
 except DeviceMemoryError as error:
     print(f'"{error}"', file=answers)
 """
+
+
+COMPARED = """
+import json
+from pathlib import Path
+from random import Random
+from conformance.replay import own_standard_output
+
+answers = own_standard_output()
+from conformance.release_copies import ReleaseCopies, triton_for
+
+with triton_for("cpu", "RELEASE"):
+    from conformance.driver import vllm_driver
+    driver = vllm_driver(Path("ROOT"))
+    copies = {name: ReleaseCopies(driver.modules) for name in ("followed", "faulty")}
+from conformance.kv_cache import CacheBuilder
+from conformance.lives import Plan, Rule, Setting
+from conformance.memory_lives import Memories
+from scripts.memory_seeds import FAULTS
+from spec.vocabulary import Geometry
+
+builder = CacheBuilder(driver.modules)
+fault = next(f for f in FAULTS if f.name == "the window is not shifted by accepted drafts")
+setting = Setting(Geometry(4, 2, 2, 0, 1, False), 40, (Plan(7, 30), Plan(3, 30)))
+step = Rule("step")
+rules = [Rule("admit", 0, 64), Rule("admit", 1, 64), step]
+for accepted in (0, 0, 2, 2, 1):
+    rules += [Rule("run", n, 64, num_accepted=accepted) for n in (0, 1)] + [step]
+for name, compared in copies.items():
+    memories = Memories(builder, "cpu", compared)
+    pool = driver.shared_pool(setting, (), lambda s: memories.new(s, "LBNHC"))
+    if name == "faulty":
+        pool.planner = fault.planner(pool.planner.geometry, pool.planner.num_groups)
+    for rule in rules:
+        pool.apply(rule)
+    parts = compared.compared, compared.copying
+    print(json.dumps([name, *parts, len(compared.differing), compared.refused]), file=answers, flush=True)
+"""
+
+
+def test_states_are_moved_as_the_release_moves_them() -> None:
+    """Its own kernels, interpreted, leave what ours leave; a window left where it was differs."""
+    root = str(resolve(f"vllm=={RELEASE}").root)
+    script = COMPARED.replace("RELEASE", RELEASE).replace("ROOT", root)
+    (_, compared, copying, differing, refused), faulty = asked(RELEASE, "-c", script)
+
+    assert refused == []
+    assert differing == 0
+    assert compared["moves before"] == compared["moves after"] == 6
+    assert copying["moves before"] > 1
+    assert copying["moves after"] > 1
+    assert faulty[3] > 0
 
 
 def test_a_device_with_too_little_memory_is_one_line_with_the_bytes_asked_for() -> None:
