@@ -24,9 +24,9 @@ from conformance.kv_signs import (
     Slots,
     Writers,
     kinds_of,
-    mixed,
     prefix_signs,
     rejected,
+    rejected_sign,
     sign_at,
     written_by,
 )
@@ -166,7 +166,7 @@ class KVMemory:
                 sign, said = sign_at(signs, position), position
             else:
                 self._num_rejected += 1
-                sign, said = mixed(~self._num_rejected), rejected(position)
+                sign, said = rejected_sign(self._num_rejected), rejected(position)
             slots.add(w.group, code, w.block, slot, sign, said, by)
 
         if w.group == ATTENTION_GROUP:

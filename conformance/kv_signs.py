@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -44,18 +44,28 @@ def mixed(value: int) -> int:
     return value ^ (value >> 31)
 
 
-@lru_cache(maxsize=1024)
+def signed(word: int) -> int:
+    """Return 64 bits as torch has them."""
+    return word - (1 << 64) if word >> 63 else word
+
+
+@lru_cache(maxsize=4096)
 def prefix_signs(tokens: Tokens) -> list[int]:
     """Return a sign of each prefix, from the empty one to the whole."""
     found = [mixed(1)]
     for token in tokens:
         found.append(mixed(found[-1] ^ mixed(token + 2)))
-    return found
+    return [signed(word) for word in found]
+
+
+def rejected_sign(number: int) -> int:
+    """Return a sign that no prefix has: that of the draft of so many that was rejected."""
+    return signed(mixed(~number & _WORD))
 
 
 def sign_at(signs: Sequence[int], position: int) -> int:
     """Return the sign of a prefix; before the first token there is nothing but the position."""
-    return mixed(position & _WORD) if position <= 0 else signs[position]
+    return signed(mixed(position & _WORD)) if position <= 0 else signs[position]
 
 
 @dataclass(frozen=True)
@@ -66,16 +76,26 @@ class Kind:
     group: int
     lanes: Lanes
 
-    @property
+    @cached_property
+    def bases(self) -> Words:
+        """First word of block 0, by lane."""
+        return np.asarray(self.lanes.bases, dtype=np.int64)
+
+    @cached_property
+    def offsets(self) -> Words:
+        """Where in a slot the words of a signature stand."""
+        return np.array([0, 1, 2, 3, self.lanes.slot_words - 1], dtype=np.int64)[:, None, None]
+
+    @cached_property
     def places(self) -> Words:
         """Where each lane was meant for: group, kind and lane in one word."""
         lane = np.arange(len(self.lanes.bases), dtype=np.int64)
         return (self.group << 32) + (self.code << 16) + lane + 1
 
-    @property
+    @cached_property
     def salts(self) -> Words:
         """What tells the signs of lanes apart."""
-        return _signed([mixed(int(place) << 1) for place in self.places])
+        return np.array([signed(mixed(int(place) << 1)) for place in self.places], dtype=np.int64)
 
 
 def kinds_of(group: int, places: GroupPlaces) -> dict[int, Kind]:
@@ -122,27 +142,15 @@ class Slots:
         values: list[Words] = []
         for (group, code), rows in self._rows.items():
             kind = self.kinds[group][code]
-            bases = np.asarray(kind.lanes.bases, dtype=np.int64)
-            starts, signs, positions, by = (_signed(list(part)) for part in zip(*rows, strict=True))
-            first = (starts[:, None] + bases).ravel()
-            sign = (signs[:, None] ^ kind.salts).ravel()
-            shape = (len(rows), len(bases))
-            columns.append(
-                np.stack(
-                    [first, first + 1, first + 2, first + 3, first + kind.lanes.slot_words - 1]
-                )
-            )
-            values.append(
-                np.stack(
-                    [
-                        sign,
-                        np.broadcast_to(positions[:, None], shape).ravel(),
-                        np.broadcast_to(by[:, None], shape).ravel(),
-                        np.broadcast_to(kind.places, shape).ravel(),
-                        sign,
-                    ]
-                )
-            )
+            starts, signs, positions, by = np.array(rows, dtype=np.int64).T[:, :, None]
+            at = np.empty((NUM_WORDS, len(rows), len(kind.bases)), dtype=np.int64)
+            at[:] = starts + kind.bases
+            at += kind.offsets
+            held = np.empty_like(at)
+            held[0] = held[4] = signs ^ kind.salts
+            held[1], held[2], held[3] = positions, by, kind.places
+            columns.append(at.reshape(NUM_WORDS, -1))
+            values.append(held.reshape(NUM_WORDS, -1))
         return np.concatenate(columns, axis=1), np.concatenate(values, axis=1)
 
 
@@ -209,8 +217,3 @@ class Writers:
 
     def _shown(self, found: Sequence[int]) -> str:
         return f"{self._name(found[2])} in step {found[2] & ((1 << _STEP_BITS) - 1)}"
-
-
-def _signed(values: list[int]) -> Words:
-    """Words of 64 bits as torch has them."""
-    return np.array([value & _WORD for value in values], dtype=np.uint64).astype(np.int64)

@@ -11,6 +11,7 @@ import importlib
 import json
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -40,6 +41,10 @@ SEED = 20_260_101
 BOUNDS = Bounds(60, token_grid=(1, 2, 5, 64), external_grid=(0, 2, 5))
 #: A life of many steps: requests are seldom ended, and what is scheduled is run.
 WEIGHTS = {"step": 24, "run": 6, "admit": 3, "promote": 6, "arrive": 6}
+#: Moves of states that the CPU interprets, of each part.
+_MOST_MOVES = 6
+#: Lives in which waits of the host are counted.
+_LIVES_WATCHED = 20
 #: Caches that are kept for later lives.
 _MAX_CACHES = 256
 
@@ -61,6 +66,10 @@ class MemoryLives:
     """Violations by name of the known fault that they are."""
     unknown: tuple[str, ...]
     """All others, a line each."""
+    steps_per_second_without: float | None
+    """Of lives whose blocks are Python values, in the same process; None was not asked."""
+    host_waits: tuple[int, int] | None
+    """Times that the host waited for a CUDA device in some lives, and steps in them."""
     copies: str
     """What was compared with the release's own copies, in words."""
     differing: tuple[str, ...]
@@ -234,11 +243,25 @@ def _device_name(device: str) -> str:
     return str(torch.cuda.get_device_name()) if device == "cuda" else device
 
 
+def _host_waits(driver: Driver, target: str, builder: CacheBuilder) -> tuple[int, int]:
+    """Count what torch calls a synchronizing operation while some lives are lived."""
+    cuda, memories = importlib.import_module("torch").cuda, Memories(builder, "cuda")
+    cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            live(driver, target, memories, builder.layouts, num_lives=_LIVES_WATCHED)
+    finally:
+        cuda.set_sync_debug_mode("default")
+    waits = [one for one in found if "synchronizing" in str(one.message)]
+    return len(waits), memories.counts.steps
+
+
 def _lived(options: argparse.Namespace) -> MemoryLives:
     with triton_for(options.device, options.target.removeprefix("vllm==")):
         driver = vllm_driver(options.root)
         builder = CacheBuilder(driver.modules)
-        copies = ReleaseCopies(driver.modules)
+        copies = ReleaseCopies(driver.modules, None if options.device == "cuda" else _MOST_MOVES)
     known_as, layouts, seed = options.target, builder.layouts, options.seed
     compared = Memories(builder, options.device, copies)
     if options.num_compared:
@@ -253,6 +276,12 @@ def _lived(options: argparse.Namespace) -> MemoryLives:
         num_lives=options.num_lives,
         num_steps=options.num_steps,
     )
+    without = None
+    if options.num_without:
+        _, steps, seconds_without, *_ = live(
+            driver, known_as, None, layouts, seed=seed, num_lives=options.num_without
+        )
+        without = steps / seconds_without
     return MemoryLives(
         driver.location,
         _device_name(options.device),
@@ -261,6 +290,8 @@ def _lived(options: argparse.Namespace) -> MemoryLives:
         seconds,
         {**known},
         tuple(unknown),
+        without,
+        _host_waits(driver, known_as, builder) if options.device == "cuda" else None,
         copies.shown,
         tuple(copies.differing),
     )
@@ -278,6 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--num-compared", type=int, default=0, help="lives whose copies are compared"
     )
+    parser.add_argument("--num-without", type=int, default=0, help="lives that are timed without")
     parser.add_argument("--without-memory", type=int, default=0, help="1 keeps Python values")
     options = parser.parse_args(arguments)
     answers = own_standard_output()

@@ -69,9 +69,12 @@ class ReleaseCopies:
 
     Args:
         modules: What `bindings.import_vllm` returns.
+        most: Moves of states that are compared of each part, and as often where nothing is to be
+            moved; None is all.
     """
 
-    def __init__(self, modules: Modules) -> None:
+    def __init__(self, modules: Modules, most: int | None = None) -> None:
+        self._most = most
         self._torch = importlib.import_module("torch")
         self._worker = modules.module("vllm.v1.worker.utils")
         self._mamba = modules.module("vllm.v1.worker.mamba_utils")
@@ -109,8 +112,8 @@ class ReleaseCopies:
         worker = _Worker(self, twin)
 
         def run(part: str, plan: StepPlan, do: Callable[[], None]) -> None:
-            theirs = worker.part(part, plan) if self.has_triton or part == "copies" else None
-            if theirs is None:
+            theirs = worker.part(part, plan)
+            if theirs is None or not self._wanted(part, plan):
                 do()
                 return
             twin.words.copy_(cache.words)
@@ -128,6 +131,14 @@ class ReleaseCopies:
                 self.differing.append(f"{part} of step {plan.step}, {cache.layout}: {said}")
 
         return run
+
+    def _wanted(self, part: str, plan: StepPlan) -> bool:
+        if part == "copies":
+            return True
+        done = self.copying[part]
+        if not _PARTS[part](plan):
+            done = self.compared[part] - done
+        return self.has_triton and (self._most is None or done < self._most)
 
 
 def _pin_nothing() -> None:
@@ -175,8 +186,7 @@ class _Worker:
             return (lambda: self._copy(plan)) if plan.copies else None
         if part == "moves before":
             return lambda: self._move_before(plan)
-        assert self._bufs is not None
-        if self._bufs.postprocess_align is None:
+        if self._bufs is None or self._bufs.postprocess_align is None:
             return None
         return lambda: self._move_after(plan)
 
@@ -185,11 +195,11 @@ class _Worker:
         self._utils.copy_kv_cache_blocks_inplace(tensors, self._cache.num_blocks, plan.copies)
         return ""
 
-    def _move_before(self, plan: StepPlan) -> str:
+    def _stage(self, plan: StepPlan) -> None:
+        """Have what the release's functions read of a worker say what it is before the step."""
         for i, row in enumerate(plan.batch):
             for table, ids in zip(self._tables, row.tables, strict=True):
                 table[i, : len(ids)] = self._torch.tensor(ids, dtype=table.dtype)
-        self._columns = {r.request: r.state_column for r in plan.batch if r.state_column >= 0}
         self._batch = SimpleNamespace(
             req_ids=[row.request for row in plan.batch],
             num_accepted_tokens_cpu=self._torch.tensor(
@@ -215,12 +225,16 @@ class _Worker:
                 r.request: [0] * r.num_draft_tokens for r in plan.batch if r.num_draft_tokens
             },
         )
+
+    def _move_before(self, plan: StepPlan) -> str:
         assert self._bufs is not None
+        self._stage(plan)
+        columns = {row.request: row.state_column for row in plan.batch if row.state_column >= 0}
         self._mamba.preprocess_mamba(
             self._output,
             self._config,
             SimpleNamespace(enable_prefix_caching=True),
-            self._columns,
+            columns,
             self._batch,
             self._requests,
             self._layers,
@@ -229,18 +243,19 @@ class _Worker:
             self._bufs.postprocess_align,
         )
         ours = {row.request: row.end_column for row in plan.batch}
-        return "" if self._columns == ours else f"columns {self._columns}, here {ours}"
+        return "" if columns == ours else f"columns {columns}, here {ours}"
 
     def _move_after(self, plan: StepPlan) -> str:
         assert self._bufs is not None
-        names, number = self._batch.req_ids, len(plan.batch)
+        self._stage(plan)
+        number = len(plan.batch)
         self._mamba.stage_postprocess_inputs_to_gpu(
             self._bufs.postprocess_align,
             self._output,
-            names,
+            self._batch.req_ids,
             number,
             self._requests,
-            self._columns,
+            {row.request: row.end_column for row in plan.batch},
         )
         sampled = self._torch.tensor(
             [row.num_accepted_drafts + 1 for row in plan.batch], dtype=self._torch.int32

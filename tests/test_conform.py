@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance import conform
+from conformance import conform, memory_lives
 from conformance.conform import AS_EXPECTED, COULD_NOT_RUN, FAILURES, run
 from conformance.replay import PROJECT_ROOT
 from conformance.targets import resolve
@@ -301,6 +301,19 @@ def test_lives_with_kv_memory_are_part_of_the_vllm_tier(
     assert "5 passed" in out
     assert f"capproof: {target}: KV memory on cpu: 200 lives, " in out
     assert "live-state-kept [StalePosition] step " in out
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="the vllm tier needs torch")
+def test_a_device_with_too_little_memory_is_one_line(
+    tests_dir: Tests, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the process that lives says is said, with the target, and the status is 2."""
+    said = "--device cpu: out of memory: 1,024 bytes asked for"
+    monkeypatch.setattr(memory_lives, "ask_process", lambda *_: ([{"reason": said}], ""))
+    monkeypatch.setattr(conform, "_run_pytest", lambda *_: AS_EXPECTED)
+
+    assert run([NEW], "vllm", [], tests_dir(RENDERED), device="cpu") == COULD_NOT_RUN
+    assert one_line(capfd) == f"capproof: {NEW}: {said}"
 
 
 @pytest.mark.skipif(not HAS_TORCH, reason="the vllm tier needs torch")
