@@ -107,6 +107,7 @@ class Driver:
         setting: Setting,
         checks: Sequence[Check] = CHECKS,
         new_shadow: NewShadow | None = None,
+        kv_cache_config: Any = None,
     ) -> SharedPool:
         """Return several requests on one `KVCacheManager`, none of them admitted yet.
 
@@ -114,6 +115,7 @@ class Driver:
             setting: What is fixed over their lives.
             checks: What is checked after every rule.
             new_shadow: Makes what keeps the contents of blocks; None keeps Python values.
+            kv_cache_config: That of the memory which blocks are kept in, where they are.
 
         Raises:
             BindingError: The release lacks something that the setting or the harness needs.
@@ -122,7 +124,15 @@ class Driver:
             self._group_bindings = bind_groups(self.modules)
         bindings = self.bindings, self._group_bindings
         spec = self._spec(setting.geometry)
-        return SharedPool(*bindings, setting, *spec, checks, self._most, new_shadow=new_shadow)
+        return SharedPool(
+            *bindings,
+            setting,
+            *spec,
+            checks,
+            self._most,
+            new_shadow=new_shadow,
+            kv_cache_config=kv_cache_config,
+        )
 
     def _spec(self, geometry: Geometry) -> tuple[Any, int]:
         """The spec of a Mamba group, and the blocks that its start-up sizing reserves."""

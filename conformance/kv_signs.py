@@ -33,6 +33,8 @@ ATTENTION, WINDOW, STATE = 1, 2, 3
 _REJECTED = 1 << 40
 _STEP_BITS = 32
 _WORD = (1 << 64) - 1
+#: What signs of different things begin with.
+_OF_PREFIXES, _BEFORE, _OF_DRAFTS = 1, 2, 3
 Words = "np.ndarray[Any, np.dtype[np.int64]]"
 
 
@@ -52,7 +54,7 @@ def signed(word: int) -> int:
 @lru_cache(maxsize=4096)
 def prefix_signs(tokens: Tokens) -> list[int]:
     """Return a sign of each prefix, from the empty one to the whole."""
-    found = [mixed(1)]
+    found = [mixed(_OF_PREFIXES)]
     for token in tokens:
         found.append(mixed(found[-1] ^ mixed(token + 2)))
     return [signed(word) for word in found]
@@ -60,12 +62,12 @@ def prefix_signs(tokens: Tokens) -> list[int]:
 
 def rejected_sign(number: int) -> int:
     """Return a sign that no prefix has: that of the draft of so many that was rejected."""
-    return signed(mixed(~number & _WORD))
+    return signed(mixed(mixed(_OF_DRAFTS) ^ number))
 
 
 def sign_at(signs: Sequence[int], position: int) -> int:
     """Return the sign of a prefix; before the first token there is nothing but the position."""
-    return signed(mixed(position & _WORD)) if position <= 0 else signs[position]
+    return signs[position] if position > 0 else signed(mixed(mixed(_BEFORE) ^ -position))
 
 
 @dataclass(frozen=True)

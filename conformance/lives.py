@@ -234,6 +234,7 @@ class SharedPool:
         most: Blocks that requests hold at most; filled by pools of the tree as they need it.
         num_gpu_blocks: Pool size, where it is another than the setting's.
         new_shadow: Makes what keeps the contents of blocks; None keeps Python values.
+        kv_cache_config: That of the memory which blocks are kept in, where they are.
     """
 
     def __init__(
@@ -247,11 +248,16 @@ class SharedPool:
         most: dict[Any, int],
         num_gpu_blocks: int | None = None,
         new_shadow: NewShadow | None = None,
+        kv_cache_config: Any = None,
     ) -> None:
         g = setting.geometry
         self.setting, self.geometry = setting, g
         self.manager = group_bindings.new_kv_cache_manager(
-            g, mamba_spec, num_gpu_blocks or setting.num_gpu_blocks, setting.num_mamba_groups
+            g,
+            mamba_spec,
+            num_gpu_blocks or setting.num_gpu_blocks,
+            setting.num_mamba_groups,
+            kv_cache_config,
         )
         self.coordinator, self.pool = self.manager.coordinator, self.manager.block_pool
         self.managers = tuple(self.coordinator.single_type_managers)

@@ -31,7 +31,7 @@ from conformance.kv_cache import (
 )
 from conformance.kv_memory import Counts, KVMemory
 from conformance.life_checks import known_fault
-from conformance.lives import NewShadow, Plan, Setting
+from conformance.lives import Plan, Setting, SharedPool
 from conformance.release_copies import ReleaseCopies, triton_for
 from conformance.replay import ask_process, own_standard_output
 from spec.vocabulary import Geometry
@@ -191,10 +191,7 @@ def live(
         if (num_lives and lives >= num_lives) or (num_steps and steps >= num_steps):
             break
         layout = chance.choice(layouts)
-        new_shadow: NewShadow | None = None
-        if memories is not None:
-            new_shadow = _in_layout(memories, layout)
-        pool = driver.shared_pool(setting, new_shadow=new_shadow)
+        pool = _pool(driver, setting, memories, layout)
         began = time.perf_counter()
         for _ in live_at_random(pool, BOUNDS, chance, WEIGHTS):
             pass
@@ -209,8 +206,12 @@ def live(
     return lives, steps, seconds, known, unknown
 
 
-def _in_layout(memories: Memories, layout: str) -> NewShadow:
-    return lambda setting: memories.new(setting, layout)
+def _pool(driver: Driver, setting: Setting, memories: Memories | None, layout: str) -> SharedPool:
+    if memories is None:
+        return driver.shared_pool(setting)
+    memory = memories.new(setting, layout)
+    new_shadow, config = (lambda _: memory), memory.cache.config
+    return driver.shared_pool(setting, new_shadow=new_shadow, kv_cache_config=config)
 
 
 def run_in(root: Path, target: str, device: str, **options: int) -> MemoryLives:
@@ -258,7 +259,8 @@ def _host_waits(driver: Driver, target: str, builder: CacheBuilder) -> tuple[int
 
 
 def _lived(options: argparse.Namespace) -> MemoryLives:
-    with triton_for(options.device, options.target.removeprefix("vllm==")):
+    release = options.target.removeprefix("vllm==")
+    with triton_for(options.device, "0" if release == options.target else release):
         driver = vllm_driver(options.root)
         builder = CacheBuilder(driver.modules)
         copies = ReleaseCopies(driver.modules, None if options.device == "cuda" else _MOST_MOVES)
