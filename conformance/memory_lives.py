@@ -13,11 +13,12 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TextIO
 
 from conformance.bindings import one_line
 from conformance.driver import BindingError, Driver, DriverError, vllm_driver
@@ -224,9 +225,20 @@ def run_in(root: Path, target: str, device: str, **options: int) -> MemoryLives:
         options: As for `live`.
 
     Raises:
-        BindingError: The release cannot be driven so, the device has too little memory, or the
-            process failed.
+        DeviceMemoryError: The device has too little memory.
+        BindingError: The release cannot be driven so, or the process failed.
     """
+    try:
+        return _asked(root, target, device, options)
+    except DeviceMemoryError:
+        raise
+    except BindingError as error:
+        # As a package that is installed the release may want more of its platform than is there.
+        lives = _asked(root, target, device, {**options, "plain": 1})
+        return replace(lives, copies=f"{lives.copies} ({error})")
+
+
+def _asked(root: Path, target: str, device: str, options: Mapping[str, int]) -> MemoryLives:
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     module = ["conformance.memory_lives", str(root), target, f"--device={device}"]
     answers, reason = ask_process([*module, *arguments], root, ())
@@ -234,7 +246,7 @@ def run_in(root: Path, target: str, device: str, **options: int) -> MemoryLives:
         raise BindingError(reason)
     (answer,) = answers
     if "reason" in answer:
-        raise BindingError(answer["reason"])
+        raise (DeviceMemoryError if answer["out_of_memory"] else BindingError)(answer["reason"])
     lists = {name: tuple(answer[name]) for name in ("unknown", "differing")}
     return MemoryLives(**{**answer, **lists})
 
@@ -260,7 +272,8 @@ def _host_waits(driver: Driver, target: str, builder: CacheBuilder) -> tuple[int
 
 def _lived(options: argparse.Namespace) -> MemoryLives:
     release = options.target.removeprefix("vllm==")
-    with triton_for(options.device, "0" if release == options.target else release):
+    version = "0" if release == options.target else release
+    with nullcontext() if options.plain else triton_for(options.device, version):
         driver = vllm_driver(options.root)
         builder = CacheBuilder(driver.modules)
         copies = ReleaseCopies(driver.modules, None if options.device == "cuda" else _MOST_MOVES)
@@ -312,21 +325,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--num-compared", type=int, default=0, help="lives whose copies are compared"
     )
     parser.add_argument("--num-without", type=int, default=0, help="lives that are timed without")
+    parser.add_argument("--plain", type=int, default=0, help="1 leaves triton as it is")
     parser.add_argument("--without-memory", type=int, default=0, help="1 keeps Python values")
     options = parser.parse_args(arguments)
     answers = own_standard_output()
     try:
         answer = _lived(options)
-    except (DriverError, RuntimeError) as error:
-        reason = str(error)
-        if not isinstance(error, DriverError):
-            if not is_out_of_memory(error):
-                raise
-            reason = f"--device {options.device}: out of memory: {one_line(error)}"
-        print(json.dumps({"reason": reason}), file=answers, flush=True)
-        return 2
+    except DriverError as error:
+        return _could_not_run(str(error), isinstance(error, DeviceMemoryError), answers)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = f"--device {options.device}: out of memory: {one_line(error)}"
+        return _could_not_run(reason, True, answers)
     print(json.dumps(asdict(answer)), file=answers, flush=True)
     return 0
+
+
+def _could_not_run(reason: str, is_out_of_memory: bool, answers: TextIO) -> int:
+    said = {"reason": reason, "out_of_memory": is_out_of_memory}
+    print(json.dumps(said), file=answers, flush=True)
+    return 2
 
 
 if __name__ == "__main__":

@@ -389,7 +389,8 @@ def sections(options: argparse.Namespace) -> Iterator[str]:
     yield table(aims, [row.cells() for row in lives(LATEST, processes)])
     yield (
         "Steps of random lives, every check after every rule, with what blocks hold in KV-cache "
-        f"tensors ([KV memory](device.md)) and as Python values; processes: {processes}."
+        f"tensors ([KV memory](device.md)) and as Python values; processes: {processes}. Not "
+        "measured on CUDA: `scripts/gpu_check.sh` does it where there is such a machine."
     )
     yield table(aims, [row.cells() for row in memory((FAULTY, LATEST), processes)])
     yield (

@@ -309,7 +309,8 @@ def test_a_device_with_too_little_memory_is_one_line(
 ) -> None:
     """What the process that lives says is said, with the target, and the status is 2."""
     said = "--device cpu: out of memory: 1,024 bytes asked for"
-    monkeypatch.setattr(memory_lives, "ask_process", lambda *_: ([{"reason": said}], ""))
+    answer = {"reason": said, "out_of_memory": True}
+    monkeypatch.setattr(memory_lives, "ask_process", lambda *_: ([answer], ""))
     monkeypatch.setattr(conform, "_run_pytest", lambda *_: AS_EXPECTED)
 
     assert run([NEW], "vllm", [], tests_dir(RENDERED), device="cpu") == COULD_NOT_RUN

@@ -227,6 +227,31 @@ def test_a_release_whose_worker_cannot_allocate_says_so() -> None:
     assert "KV memory needs 0.29.0 or newer" in json.loads(done.stdout)["reason"]
 
 
+def test_a_release_that_is_not_imported_as_installed_is_imported_plainly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its lives are lived all the same, and the line about copies says why none was moved."""
+    from conformance import memory_lives
+
+    ask = memory_lives.ask_process
+
+    def refusing(arguments: list[str], *others: Any) -> tuple[list[Any], str]:
+        if "--plain=1" in arguments:
+            return ask(arguments, *others)
+        return [], "vllm tier: no such platform (exit status 1)"
+
+    monkeypatch.setattr(memory_lives, "ask_process", refusing)
+    root = resolve(f"vllm=={RELEASE}").root
+    numbers = {"num_lives": 20, "num_compared": 20}
+    lives = memory_lives.run_in(root, f"vllm=={RELEASE}", "cpu", **numbers)
+
+    assert lives.unknown == ()
+    assert lives.counts["steps"] > 100
+    assert "0 of moves before" in lives.copies
+    assert "triton cannot run here, so that no move was compared" in lives.copies
+    assert lives.copies.endswith("(vllm tier: no such platform (exit status 1))")
+
+
 def test_a_run_is_summed_up_in_one_line() -> None:
     """Counts say that something was looked at."""
     from conformance.memory_lives import MemoryLives
