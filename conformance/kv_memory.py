@@ -42,6 +42,7 @@ class Counts:
     """Pages of one layer."""
     pages_read: int = 0
     slots_compared: int = 0
+    blocks_zeroed: int = 0
     blocks_copied: int = 0
     states_moved: int = 0
     comparisons: int = 0
@@ -94,6 +95,8 @@ class KVMemory:
         """Run a step; what it read and was not there is said by the next `check`."""
         self._verified.clear()
         self.counts.steps += 1
+        if plan.zeroed:
+            self._around("clearing", plan, lambda: self._zero(plan.zeroed))
         if plan.copies:
             self._around("copies", plan, lambda: self._copy(plan.copies))
         self._write([*plan.loads, *plan.attended], plan.step)
@@ -120,6 +123,12 @@ class KVMemory:
         return [lost for compared in pending for lost in self._lost(compared)]
 
     # ---- what is done on the device --------------------------------------------------------------
+
+    def _zero(self, blocks: Sequence[int]) -> None:
+        """Clear whole blocks. vLLM: `v1/worker/utils.py`, `KVBlockZeroer`."""
+        (ids,) = self._sent(np.array(blocks, dtype=np.int64))
+        self._pages.index_fill_(1, ids, 0)
+        self.counts.blocks_zeroed += len(blocks)
 
     def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks. vLLM: `v1/worker/utils.py`, `copy_kv_cache_blocks_inplace`."""

@@ -178,6 +178,8 @@ class StepPlan:
     """Steps run before."""
     copies: Sequence[tuple[int, int]]
     """Copies on write: source and destination."""
+    zeroed: Sequence[int] = ()
+    """Block ids that are cleared before anything else: those that full attention has drawn."""
     batch: list[BatchRow] = field(default_factory=list)
     loads: list[Writing] = field(default_factory=list)
     moves_before: list[Moving] = field(default_factory=list)

@@ -95,6 +95,7 @@ class Planner:
         copies: Iterable[tuple[int, int]],
         chunks: Sequence[Chunk],
         holders: frozenset[int],
+        zeroed: Sequence[int] = (),
     ) -> StepPlan:
         """Plan a step, and note in the workers' rows where it leaves the states.
 
@@ -103,8 +104,9 @@ class Planner:
             copies: Copies on write that are queued.
             chunks: What is computed.
             holders: Block ids that any request holds.
+            zeroed: Block ids that are cleared first.
         """
-        plan = StepPlan(step, [*copies])
+        plan = StepPlan(step, [*copies], zeroed)
         written: set[int] = set()
         for chunk in chunks:
             if chunk.start > 0:

@@ -35,7 +35,9 @@ class Shadow:
             self.contents[writing.block] = _content(writing)
 
     def run(self, plan: StepPlan) -> Sequence[StateLost]:
-        """Run a step: copies, loads, moves of states, then the forward pass."""
+        """Run a step: clearing, copies, loads, moves of states, then the forward pass."""
+        for block in plan.zeroed:
+            self.contents.pop(block, None)
         for source, destination in plan.copies:
             self.contents[destination] = self.contents.get(source)
         self.load(plan.loads)

@@ -290,6 +290,7 @@ class SharedPool:
         self.shadow: LifeShadow = Shadow() if new_shadow is None else new_shadow(setting)
         self.scheduled: dict[int, _Scheduled] = {}
         self.inflight_prefills: list[Request] = []
+        self._not_zeroed: set[int] = set()
         self.admits_no_more = self.has_admitted = False
         self.is_open = False
         """Whether a step is being scheduled."""
@@ -384,6 +385,10 @@ class SharedPool:
         request.row = WorkerRow(self._tables(request))
         self.has_admitted = True
         if is_async:
+            if hasattr(self.manager, "get_zeroing_block_ids_in_range"):
+                self._not_zeroed |= {
+                    *self.manager.get_zeroing_block_ids_in_range(request.request_id, local, start)
+                }
             request.stage = Stage.LOADING
             self.inflight_prefills.append(request)
         else:
@@ -446,6 +451,7 @@ class SharedPool:
             [(s.block_id, d.block_id) for s, d in copies],
             chunks,
             frozenset().union(*(held for r in self.requests for held in self.held(r))),
+            self._zeroed(),
         )
         for lost in [*(plan.lost or self.shadow.run(plan))][:1]:
             self._lost(lost)
@@ -684,6 +690,8 @@ class SharedPool:
             "delay_cache_blocks": is_async,
             "full_sequence_must_fit": is_waiting and self.setting.full_sequence_must_fit,
             "reserved_blocks": reserved,
+            # What is loaded later is not cleared; from 0.32.0 it is not even recorded.
+            "skip_zeroing_group_ids": tuple(range(len(self.managers))) if is_async else (),
         }
         situation = self._situation(request, num_new, local, blocks, external, lookahead, is_async)
         gate, estimate, free = None, None, 0
@@ -796,6 +804,14 @@ class SharedPool:
             getattr(manager, "take_pending_boundary_state_offloads", tuple)()
         return taken_copies
 
+    def _zeroed(self) -> list[int]:
+        """Blocks to clear. vLLM: `Scheduler._get_new_block_ids_to_zero`."""
+        records = any(getattr(one, "records_new_block_ids", False) for one in self.managers)
+        ids = self.manager.take_new_block_ids() if records else ()
+        zeroed = [block for block in ids if block not in self._not_zeroed]
+        self._not_zeroed.clear()
+        return zeroed
+
     def _chunk(self, entry: _Scheduled) -> Chunk:
         request, end = entry.request, entry.start + entry.num_new
         assert request.row is not None
@@ -843,4 +859,9 @@ class SharedPool:
         self.violations.append(state_lost(lost, self.num_steps, self.step_of_block.get(lost.block)))
 
 
-_ALLOCATE_ARGUMENTS = (*ALLOCATE_ARGUMENTS, "full_sequence_must_fit", "reserved_blocks")
+_ALLOCATE_ARGUMENTS = (
+    *ALLOCATE_ARGUMENTS,
+    "full_sequence_must_fit",
+    "reserved_blocks",
+    "skip_zeroing_group_ids",
+)

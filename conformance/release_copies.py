@@ -15,11 +15,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from conformance.bindings import Modules, one_line
+from conformance.bindings import Modules, accepted_arguments, one_line, taken
 from conformance.kv_cache import KVCache
 from conformance.life_plan import StepPlan
 
@@ -27,6 +28,7 @@ from conformance.life_plan import StepPlan
 MAX_REQUESTS, MAX_COLUMNS = 16, 256
 #: What is copied in each part of a step.
 _PARTS: dict[str, Callable[[StepPlan], Sequence[Any]]] = {
+    "clearing": lambda plan: plan.zeroed,
     "copies": lambda plan: plan.copies,
     "moves before": lambda plan: plan.moves_before,
     "moves after": lambda plan: plan.moves_after,
@@ -99,7 +101,7 @@ class ReleaseCopies:
     def shown(self) -> str:
         """What was compared, in words."""
         said = ", ".join(
-            f"{number} of {part} ({self.copying[part]} copy)"
+            f"{number} of {part} ({self.copying[part]} write)"
             for part, number in self.compared.items()
         )
         why = "" if self.has_triton else "; triton cannot run here, so that no move was compared"
@@ -180,15 +182,45 @@ class _Worker:
                 with_postprocess_align=spec.num_speculative_blocks > 0,
             )
 
+    @cached_property
+    def _zeroer(self) -> Any:
+        """The release's `KVBlockZeroer`, of the full-attention layers."""
+        group, tensors = self._config.kv_cache_groups[0], self._cache.tensors
+        attention = SimpleNamespace(
+            kv_cache_spec=group.kv_cache_spec,
+            kv_cache_group_id=0,
+            layer_names=group.layer_names,
+            kernel_block_size=None,
+            kernel_block_stride=0,
+        )
+        values = {
+            "device": self._cache.words.device,
+            "attn_groups_iter": [attention],
+            "kernel_block_sizes": [group.kv_cache_spec.block_size],
+            "static_forward_context": {
+                name: SimpleNamespace(kv_cache=tensors[name]) for name in group.layer_names
+            },
+            "num_blocks": self._cache.num_blocks,
+            "runner_only_attn_layers": set(),
+        }
+        zeroer = self._utils.KVBlockZeroer
+        return zeroer(**taken(values, accepted_arguments(zeroer, values, "KVBlockZeroer", [])))
+
     def part(self, part: str, plan: StepPlan) -> Callable[[], str] | None:
         """Return what does a part of a step; None where there is nothing to do."""
+        if part == "clearing":
+            return lambda: self._zero(plan)
         if part == "copies":
-            return (lambda: self._copy(plan)) if plan.copies else None
+            return lambda: self._copy(plan)
         if part == "moves before":
             return lambda: self._move_before(plan)
         if self._bufs is None or self._bufs.postprocess_align is None:
             return None
         return lambda: self._move_after(plan)
+
+    def _zero(self, plan: StepPlan) -> str:
+        self._zeroer.zero_block_ids([*plan.zeroed])
+        return ""
 
     def _copy(self, plan: StepPlan) -> str:
         tensors = [*self._cache.tensors.values()]

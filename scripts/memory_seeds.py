@@ -230,6 +230,18 @@ FAULTS = (
         ),
     ),
     MemoryFault(
+        "blocks are cleared again in the next step",
+        "NeverWritten",
+        (
+            (
+                MANAGERS,
+                "def take_new_block_ids",
+                "        self.new_block_ids = []",
+                "        self.new_block_ids = self.new_block_ids[-1:]",
+            ),
+        ),
+    ),
+    MemoryFault(
         "a copy on write goes to the wrong page",
         "NeverWritten",
         (
