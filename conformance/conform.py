@@ -116,7 +116,8 @@ def summary(lives: MemoryLives) -> str:
     return (
         f"KV memory on {lives.device}: {lives.num_lives} lives, {counts['steps']:,} steps, "
         f"{counts['pages_written']:,} pages written, {counts['pages_read']:,} read, "
-        f"{counts['blocks_copied']:,} blocks copied, {counts['states_moved']:,} states moved; "
+        f"{counts['blocks_zeroed']:,} blocks cleared, {counts['blocks_copied']:,} copied, "
+        f"{counts['states_moved']:,} states moved; "
         f"{known + len(lives.unknown)} violations, {len(lives.unknown)} not known"
     )
 

@@ -117,7 +117,12 @@ class NeverWritten(LiveStateLost):
     """The block is read, and nobody has written to it."""
 
 
+class CopiedTooEarly(LiveStateLost):
+    """The block is a copy of one that somebody fills in the same step, after copies have run."""
+
+
 _LOST = {
+    life_plan.CopiedTooEarly: CopiedTooEarly,
     life_plan.WrongOwner: WrongOwner,
     life_plan.StalePosition: StalePosition,
     life_plan.WrittenByTwo: WrittenByTwo,
@@ -346,6 +351,8 @@ class KnownFault:
     theorems: tuple[str, ...]
     holds: Callable[[Situation], Any]
     """Whether a step may show it."""
+    violation: type[Violation] = Violation
+    """What it shows as."""
 
 
 _ESTIMATE = ("no-undercount", "exact-estimate", "matches-intended")
@@ -438,6 +445,14 @@ KNOWN = (
         lambda s: s.owns_partial_tail | hits_inside_a_block(s),
     ),
     KnownFault(
+        "copied-before-it-is-filled",
+        "0.28.0",
+        "0.33.0",
+        ("live-state-kept",),
+        hits_inside_a_block,
+        CopiedTooEarly,
+    ),
+    KnownFault(
         "checkpoint-of-a-hit",
         "0.29.0",
         "0.29.0",
@@ -463,6 +478,7 @@ def known_fault(
     for fault in faults:
         if (
             violation.theorem in fault.theorems
+            and isinstance(violation, fault.violation)
             and _numbers(fault.first) <= release <= _numbers(fault.last)
             and bool(fault.holds(violation.seen.situation))
         ):

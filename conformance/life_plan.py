@@ -55,6 +55,10 @@ class NeverWritten(StateLost):
     """Nobody has written to it."""
 
 
+class CopiedTooEarly(StateLost):
+    """It is a copy of a block that somebody fills in the same step, after copies have run."""
+
+
 @dataclass
 class WorkerRow:
     """What the worker keeps of one request that runs."""

@@ -14,6 +14,7 @@ from conformance.life_plan import (
     ATTENTION_GROUP,
     BatchRow,
     Chunk,
+    CopiedTooEarly,
     Moving,
     ReadAfterFree,
     Reading,
@@ -113,6 +114,7 @@ class Planner:
                 plan.lost += self._unheld_states(chunk.request, chunk.row, chunk.start, chunk.held)
             plan.lost += self._wrong_targets(chunk, holders, written)
             plan.lost += self._unheld_attention(chunk.request, chunk.row, chunk.start, chunk.held)
+        plan.lost += self._copied_too_early(plan.copies, chunks)
         if not plan.lost:
             for chunk in chunks:
                 self._plan_chunk(plan, chunk)
@@ -283,6 +285,38 @@ class Planner:
             elif block in written:
                 yield WrittenByTwo(chunk.request, block, f"{where}, by another request as well")
             written.add(block)
+
+    def _copied_too_early(
+        self, copies: Sequence[tuple[int, int]], chunks: Sequence[Chunk]
+    ) -> Iterator[StateLost]:
+        """A hit that ends inside a block of full attention copies what is there before the step."""
+        filled = [
+            writing
+            for chunk in chunks
+            for writing in self._attention_writings(
+                chunk.request,
+                chunk.row.tables[ATTENTION_GROUP],
+                range(
+                    min(chunk.external_start, chunk.start) // self.geometry.block_size,
+                    self._end_column(chunk) + 1,
+                ),
+                chunk.tokens,
+                chunk.end,
+                min(chunk.external_start, chunk.start),
+                chunk.end,
+            )
+        ]
+        sources = {target: source for source, target in copies}
+        for chunk in chunks:
+            column = (chunk.start - 1) // self.geometry.block_size
+            block = chunk.row.tables[ATTENTION_GROUP][column] if chunk.start > 0 else 0
+            for writing in filled:
+                if writing.block == sources.get(block) and writing.start < chunk.start:
+                    detail = (
+                        f"is a copy of block {writing.block}, which {writing.request} fills from "
+                        f"token {writing.start} on in the same step"
+                    )
+                    yield CopiedTooEarly(chunk.request, block, detail)
 
     def _targets(self, chunk: Chunk) -> Iterator[tuple[int, int, bool]]:
         """Group, column, and whether it may be the null block."""

@@ -453,6 +453,8 @@ class SharedPool:
             frozenset().union(*(held for r in self.requests for held in self.held(r))),
             self._zeroed(),
         )
+        # A step that goes wrong whatever blocks hold is not run, so that nothing is written.
+        self.is_dead |= bool(plan.lost)
         for lost in [*(plan.lost or self.shadow.run(plan))][:1]:
             self._lost(lost)
         self.pool.free_blocks([block for pair in copies for block in pair])

@@ -55,6 +55,7 @@ def test_random_lives_show_nothing_in_memory_but_what_is_known(release: str) -> 
     assert counts["pages_written"] > 5000
     assert counts["pages_read"] > counts["pages_written"]
     assert counts["slots_compared"] > counts["pages_read"]
+    assert counts["blocks_zeroed"] > 500
     assert counts["blocks_copied"] > 10
     assert counts["states_moved"] > 300
 
@@ -156,6 +157,7 @@ def test_states_are_moved_as_the_release_moves_them() -> None:
 
     assert refused == []
     assert differing == 0
+    assert copying["clearing"] > 1
     assert compared["moves before"] == compared["moves after"] == 6
     assert copying["moves before"] > 1
     assert copying["moves after"] > 1
