@@ -1,7 +1,8 @@
 """Run the generated tests with pytest, in the core tier or in the vllm tier.
 
 The core tier is one pytest process for all targets. The vllm tier is one per target, with the
-target's tree first on the path, since a process can import only one vLLM.
+target's tree first on the path, since a process can import only one vLLM; and in another, random
+lives of several requests on KV-cache tensors on a device (`conformance.memory_lives`).
 """
 
 from __future__ import annotations
@@ -13,13 +14,27 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from conformance.bindings import DriverError
 from conformance.replay import PROJECT_ROOT, TIERS, tier_environment
-from conformance.targets import TargetError, resolve
+from conformance.targets import TargetError, Tree, resolve
+
+if TYPE_CHECKING:
+    from conformance.memory_lives import MemoryLives
 
 DEVICES = ("auto", "cpu", "cuda")
 
 AS_EXPECTED, FAILURES, COULD_NOT_RUN = 0, 1, 2
+
+#: Random lives with KV memory of each target; they are the same in every run.
+NUM_LIVES = 200
+#: Of these, lives whose copies are compared with the release's own.
+NUM_COMPARED = 40
+#: Releases whose worker has no `allocate_kv_cache` of its own.
+WITHOUT_MEMORY = ("0.24.0", "0.25.0", "0.26.0", "0.27.0", "0.28.0")
+#: Violations of a target that are shown.
+_MOST_LINES = 10
 
 #: pytest's own exit status when it collected no test.
 _NO_TESTS_COLLECTED = 5
@@ -46,8 +61,8 @@ def run(
         pytest_args: Passed on to pytest.
         tests_dir: Folder of the generated tests.
         against: Target whose known faults are expected of a target without expectations.
-        device: One of `DEVICES`. The managers hold no device memory, so `cuda` only makes sure
-            that there is such a device.
+        device: One of `DEVICES`: where the vllm tier keeps KV memory. `auto` is `cuda` if torch
+            finds such a device, else `cpu`.
 
     Returns:
         0 where all went as expected, 1 where a test failed, 2 where the tests could not be run;
@@ -55,7 +70,7 @@ def run(
     """
     try:
         _check_request(targets, tier, tests_dir, device)
-        roots = {target: _resolved_root(target) for target in targets}
+        trees = {target: _resolved(target) for target in targets}
     except ConformError as error:
         return _could_not_run(str(error))
     base = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--capproof-tier", tier]
@@ -64,9 +79,46 @@ def run(
     if tier == "core":
         named = [argument for target in targets for argument in ("--capproof-target", target)]
         return _run_pytest([*base, *named, *tail], _core_environment(), tests_dir)
-    return max(
-        _run_pytest([*base, "--capproof-target", target, *tail], tier_environment(root), tests_dir)
-        for target, root in roots.items()
+    statuses = []
+    for target, tree in trees.items():
+        command = [*base, "--capproof-target", target, *tail]
+        statuses.append(_run_pytest(command, tier_environment(tree.root), tests_dir))
+        statuses.append(_live_with_memory(tree, _device(device), against))
+    return max(statuses)
+
+
+def _live_with_memory(tree: Tree, device: str, against: str | None) -> int:
+    """Live random lives of a target on KV-cache tensors, and say what came of it."""
+    from conformance.memory_lives import run_in
+
+    if tree.release in WITHOUT_MEMORY:
+        print(f"capproof: {tree.target}: no KV memory: its worker has no allocate_kv_cache")
+        return AS_EXPECTED
+    known_as = tree.target if tree.release or against is None else against
+    try:
+        numbers = {"num_lives": NUM_LIVES, "num_compared": NUM_COMPARED}
+        lives = run_in(tree.root, known_as, device, **numbers)
+    except DriverError as error:
+        return _could_not_run(f"{tree.target}: {error}")
+    print(f"capproof: {tree.target}: {summary(lives)}")
+    print(f"capproof: {tree.target}: {lives.copies}")
+    wrong = [*lives.unknown, *lives.differing]
+    for line in wrong[:_MOST_LINES]:
+        print(f"  {line}")
+    if len(wrong) > _MOST_LINES:
+        print(f"  and {len(wrong) - _MOST_LINES} more")
+    return FAILURES if wrong else AS_EXPECTED
+
+
+def summary(lives: MemoryLives) -> str:
+    """Say in a line what lives with KV memory showed."""
+    counts, known = lives.counts, sum(lives.known.values())
+    return (
+        f"KV memory on {lives.device}: {lives.num_lives} lives, {counts['steps']:,} steps, "
+        f"{counts['pages_written']:,} pages written, {counts['pages_read']:,} read, "
+        f"{counts['blocks_zeroed']:,} blocks cleared, {counts['blocks_copied']:,} copied, "
+        f"{counts['states_moved']:,} states moved; "
+        f"{known + len(lives.unknown)} violations, {len(lives.unknown)} not known"
     )
 
 
@@ -97,12 +149,17 @@ def _check_device(device: str, tier: str) -> None:
         raise ConformError("--device cuda needs --tier vllm: the core tier runs without torch")
     if not importlib.import_module("torch").cuda.is_available():
         raise ConformError("--device cuda: torch finds no CUDA device on this machine")
-    print("capproof: a CUDA device is there, but these tests place no KV memory on it yet")
 
 
-def _resolved_root(target: str) -> Path:
+def _device(device: str) -> str:
+    if device != "auto":
+        return device
+    return "cuda" if importlib.import_module("torch").cuda.is_available() else "cpu"
+
+
+def _resolved(target: str) -> Tree:
     try:
-        return Path(resolve(target).root)
+        return resolve(target)
     except TargetError as error:
         raise ConformError(str(error)) from error
 

@@ -15,7 +15,7 @@ from conformance.bindings import BindingError, DriverError, Modules, bind, impor
 from conformance.group_bindings import GroupBindings, bind_groups
 from conformance.groups import GroupsUnderTest
 from conformance.life_checks import CHECKS, Check
-from conformance.lives import Setting, SharedPool
+from conformance.lives import NewShadow, Setting, SharedPool
 from conformance.pools import PoolShelf
 from conformance.request import MAX_TABLE_COLUMNS, LimitError, Observation, RequestUnderTest
 from models.loader import Core, CoreError
@@ -57,7 +57,7 @@ class Driver:
         self.location = str(getattr(modules, "root", None) or getattr(modules, "location", "?"))
         self._specs: dict[Geometry, tuple[Any, int]] = {}
         self._pools = PoolShelf(self.bindings)
-        self._modules = modules
+        self.modules = modules
         self._group_bindings: GroupBindings | None = None
         self._most: dict[Any, int] = {}
 
@@ -94,7 +94,7 @@ class Driver:
         self, geometry: Geometry, num_gpu_blocks: int, num_mamba_groups: int
     ) -> GroupsUnderTest:
         if self._group_bindings is None:
-            self._group_bindings = bind_groups(self._modules)
+            self._group_bindings = bind_groups(self.modules)
         spec, reserved = self._spec(geometry)
         manager = self._group_bindings.new_kv_cache_manager(
             geometry, spec, num_gpu_blocks, num_mamba_groups
@@ -102,20 +102,37 @@ class Driver:
         bindings = self.bindings, self._group_bindings
         return GroupsUnderTest(*bindings, geometry, manager, self._pools, reserved)
 
-    def shared_pool(self, setting: Setting, checks: Sequence[Check] = CHECKS) -> SharedPool:
+    def shared_pool(
+        self,
+        setting: Setting,
+        checks: Sequence[Check] = CHECKS,
+        new_shadow: NewShadow | None = None,
+        kv_cache_config: Any = None,
+    ) -> SharedPool:
         """Return several requests on one `KVCacheManager`, none of them admitted yet.
 
         Args:
             setting: What is fixed over their lives.
             checks: What is checked after every rule.
+            new_shadow: Makes what keeps the contents of blocks; None keeps Python values.
+            kv_cache_config: That of the memory which blocks are kept in, where they are.
 
         Raises:
             BindingError: The release lacks something that the setting or the harness needs.
         """
         if self._group_bindings is None:
-            self._group_bindings = bind_groups(self._modules)
+            self._group_bindings = bind_groups(self.modules)
         bindings = self.bindings, self._group_bindings
-        return SharedPool(*bindings, setting, *self._spec(setting.geometry), checks, self._most)
+        spec = self._spec(setting.geometry)
+        return SharedPool(
+            *bindings,
+            setting,
+            *spec,
+            checks,
+            self._most,
+            new_shadow=new_shadow,
+            kv_cache_config=kv_cache_config,
+        )
 
     def _spec(self, geometry: Geometry) -> tuple[Any, int]:
         """The spec of a Mamba group, and the blocks that its start-up sizing reserves."""

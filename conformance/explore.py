@@ -8,7 +8,7 @@ numbers of blocks, and in which of several like requests is which.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -242,13 +242,32 @@ def random_life(driver: Driver, setting: Setting, bounds: Bounds, chance: Random
     Raises:
         BindingError: The tree cannot be driven.
     """
-    pool, rules = driver.shared_pool(setting), []
-    while len(rules) < bounds.num_rules and not pool.is_dead:
-        rule = chance.choice(list(choices(pool, bounds)))
+    return Life(setting, tuple(live_at_random(driver.shared_pool(setting), bounds, chance)))
+
+
+def live_at_random(
+    pool: SharedPool, bounds: Bounds, chance: Random, weights: Mapping[str, int] | None = None
+) -> Iterator[Rule]:
+    """Apply rules to a pool, each one of those that may apply then, and yield them.
+
+    Args:
+        pool: It lives until its engine is dead, or for `bounds.num_rules` rules.
+        bounds: What may apply.
+        chance: Chooses.
+        weights: How often a rule is chosen, by name, beside others that are chosen once; None
+            chooses all alike.
+    """
+    num_rules, names = 0, weights or {}
+    while num_rules < bounds.num_rules and not pool.is_dead:
+        rules = list(choices(pool, bounds))
+        if names:
+            (rule,) = chance.choices(rules, [names.get(rule.name, 1) for rule in rules])
+        else:
+            rule = chance.choice(rules)
         with suppress(NotPossible):
             pool.apply(rule)
-            rules.append(rule)
-    return Life(setting, tuple(rules))
+            num_rules += 1
+            yield rule
 
 
 def first_rules(driver: Driver, setting: Setting, bounds: Bounds) -> list[tuple[Rule, ...]]:

@@ -49,7 +49,12 @@ class GroupBindings:
     """File of the `KVCacheManager`."""
 
     def new_kv_cache_manager(
-        self, geometry: Geometry, mamba_spec: Any, num_gpu_blocks: int, num_mamba_groups: int
+        self,
+        geometry: Geometry,
+        mamba_spec: Any,
+        num_gpu_blocks: int,
+        num_mamba_groups: int,
+        kv_cache_config: Any = None,
     ) -> Any:
         """Return a `KVCacheManager` of one full-attention group and some Mamba groups.
 
@@ -58,6 +63,8 @@ class GroupBindings:
             mamba_spec: What `Bindings.new_spec` returns for them.
             num_gpu_blocks: Blocks that the groups share, null block included.
             num_mamba_groups: Mamba groups behind the full-attention group.
+            kv_cache_config: The `KVCacheConfig` of these groups whose memory is allocated; None
+                makes one without memory.
 
         Raises:
             BindingError: Hashes are to look ahead, and those of the release do not; the manager
@@ -68,7 +75,9 @@ class GroupBindings:
         num_lookahead = num_behind if num_behind > 1 else 0
         if num_lookahead and name not in self.manager_arguments:
             raise BindingError(f"{self.file}: this release has no KVCacheManager.{name}")
-        config = self.new_kv_cache_config(geometry, mamba_spec, num_gpu_blocks, num_mamba_groups)
+        config = kv_cache_config or self.new_kv_cache_config(
+            geometry, mamba_spec, num_gpu_blocks, num_mamba_groups
+        )
         values = _kv_cache_manager_values(geometry, config, num_lookahead)
         try:
             manager = self.manager_class(**taken(values, self.manager_arguments))

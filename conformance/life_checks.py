@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from conformance.life_shadow import StateLost
+from conformance import life_plan
+from conformance.life_plan import Reading, StateLost
 from conformance.pools import hash_map_ids
 from models.intended import need
 from spec.families import (
@@ -92,6 +93,57 @@ class LiveStateLost(Violation):
     """A state that the next step reads, or a cached one, is not where it is looked for."""
 
     theorem = "live-state-kept"
+
+
+class WrongOwner(LiveStateLost):
+    """The block holds what other tokens, or those of another group, leave behind."""
+
+
+class StalePosition(LiveStateLost):
+    """The block holds the right tokens at another position, or a rejected draft."""
+
+
+class WrittenByTwo(LiveStateLost):
+    """Two write to the block."""
+
+
+class ReadAfterFree(LiveStateLost):
+    """The worker reads the block, and the request does not hold it any more."""
+
+
+class WrittenAfterFree(LiveStateLost):
+    """The same, written to."""
+
+
+class NeverWritten(LiveStateLost):
+    """The block is read, and nobody has written to it."""
+
+
+class CopiedTooEarly(LiveStateLost):
+    """The block is a copy of one that somebody fills in the same step, after copies have run."""
+
+
+_LOST = {
+    life_plan.CopiedTooEarly: CopiedTooEarly,
+    life_plan.WrongOwner: WrongOwner,
+    life_plan.StalePosition: StalePosition,
+    life_plan.WrittenByTwo: WrittenByTwo,
+    life_plan.ReadAfterFree: ReadAfterFree,
+    life_plan.WrittenAfterFree: WrittenAfterFree,
+    life_plan.NeverWritten: NeverWritten,
+}
+
+
+def state_lost(lost: StateLost, step: int, seen: StepSeen | None) -> LiveStateLost:
+    """Return the violation that a lost state is.
+
+    Args:
+        lost: What was lost.
+        step: Steps run before.
+        seen: The last step of a request that held the block.
+    """
+    request = lost.request or ("" if seen is None else seen.request)
+    return _LOST[type(lost)](request, step, lost.block, lost.detail, seen)
 
 
 class Undercounted(Violation):
@@ -187,33 +239,41 @@ def _not_conserved(pool: SharedPool) -> Iterator[tuple[str, int, str]]:
 
 def live_state(pool: SharedPool, rule: Rule) -> list[Violation]:
     """What the next steps read is there: states, keys and values, cached blocks, copy sources."""
-    found: list[Violation] = []
-
-    def note(request: str, lost: StateLost) -> None:
-        seen = pool.step_of_block.get(lost.block)
-        found.append(LiveStateLost(request, pool.num_steps, lost.block, lost.detail, seen))
-
+    lost: list[StateLost] = []
+    readings: list[Reading] = []
     for request in pool.requests:
         if request.row is None or request.stage.value in ("loading", "leaving", "arrived"):
             continue
         if request.number in pool.scheduled:
             continue  # What it reads is checked when the step runs.
-        try:
-            tokens = request.tokens(request.num_computed_tokens)
-            pool.shadow.check_start(
-                request.row, tokens, request.num_computed_tokens, pool.held(request)
-            )
-        except StateLost as lost:
-            note(request.request_id, lost)
+        computed = request.num_computed_tokens
+        unheld, found = pool.planner.at_start(
+            request.request_id,
+            request.row,
+            request.tokens(computed),
+            computed,
+            pool.held(request),
+        )
+        lost += unheld
+        readings += found
     if not pool.is_open:
         for key, ids in hash_map_ids(pool.pool).items():
             group, tokens = int.from_bytes(key[-4:], "big"), pool.hasher.tokens(key[:-4])
-            for block in ids:
-                try:
-                    pool.shadow.check_cached(block, group, tokens)
-                except StateLost as lost:
-                    note("", lost)
-    return found
+            readings += (Reading("", group, block, tokens, window=block) for block in ids)
+    lost += pool.shadow.check(readings)
+    return [
+        state_lost(one, pool.num_steps, pool.step_of_block.get(one.block))
+        for one in _first_of_each(lost)
+    ]
+
+
+def _first_of_each(lost: Sequence[StateLost]) -> Iterator[StateLost]:
+    """The first of each request, and all of cached blocks: a loss seldom comes alone."""
+    met: set[str] = set()
+    for one in lost:
+        if one.request not in met:
+            yield one
+        met |= {one.request} - {""}
 
 
 # ---- estimates -----------------------------------------------------------------------------------
@@ -302,6 +362,8 @@ class KnownFault:
     """Whether a step may show it."""
     needs_step_in_flight: bool = False
     """Whether only requests with steps in flight show it."""
+    violation: type[Violation] = Violation
+    """What it shows as."""
 
 
 _ESTIMATE = ("no-undercount", "exact-estimate", "matches-intended")
@@ -410,6 +472,14 @@ KNOWN = (
         needs_step_in_flight=True,
     ),
     KnownFault(
+        "copied-before-it-is-filled",
+        "0.28.0",
+        "0.33.0",
+        ("live-state-kept",),
+        hits_inside_a_block,
+        CopiedTooEarly,
+    ),
+    KnownFault(
         "checkpoint-of-a-hit",
         "0.29.0",
         "0.29.0",
@@ -436,6 +506,7 @@ def known_fault(
         if (
             violation.theorem in fault.theorems
             and (violation.seen.num_steps_in_flight or not fault.needs_step_in_flight)
+            and isinstance(violation, fault.violation)
             and _numbers(fault.first) <= release <= _numbers(fault.last)
             and bool(fault.holds(violation.seen.situation))
         ):

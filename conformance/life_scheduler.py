@@ -72,6 +72,13 @@ CALLERS = (
         "v1/worker/mamba_utils.py, preprocess_mamba",
     ),
     CallerRule(
+        "cleared-before-copies",
+        "Blocks that full attention has drawn since the last step are cleared before anything else "
+        "runs, but for those that an asynchronous load fills.",
+        "v1/core/sched/scheduler.py, Scheduler._get_new_block_ids_to_zero, _skip_zero_block_ids; "
+        "v1/worker/utils.py, KVBlockZeroer",
+    ),
+    CallerRule(
         "state-read",
         "A step reads its state from the column that the request's last step ended in, as many "
         "columns further on as drafts were accepted; a new or resumed request's from the column "

@@ -8,7 +8,7 @@ after every rule: `life_checks` says what.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -24,14 +24,23 @@ from conformance.bindings import (
 from conformance.group_bindings import ALLOCATE_ARGUMENTS, GroupBindings, watching_estimates
 from conformance.life_checks import (
     Check,
-    LiveStateLost,
     NeverAdmitted,
     PoolRanDry,
     StepSeen,
     Violation,
+    state_lost,
 )
+from conformance.life_plan import (
+    ATTENTION_GROUP,
+    Chunk,
+    LifeShadow,
+    StateLost,
+    Tokens,
+    WorkerRow,
+)
+from conformance.life_planner import Planner
 from conformance.life_scheduler import SchedulerStandIn, scheduler_text
-from conformance.life_shadow import ATTENTION_GROUP, Chunk, Shadow, StateLost, Tokens, WorkerRow
+from conformance.life_shadow import Shadow
 from models.loader import PlaceholderUsed
 from spec.families import checkpoint_position, reserves_checkpoint
 from spec.logic import cdiv
@@ -225,6 +234,10 @@ class NotPossible(DriverError):
     """The rule does not apply in this state; nothing was done."""
 
 
+#: Makes what keeps the contents of the blocks of a setting's pool.
+NewShadow = Callable[[Setting], LifeShadow]
+
+
 class SharedPool:
     """Requests that share one real `KVCacheManager`; `apply` rules to them.
 
@@ -237,6 +250,8 @@ class SharedPool:
         checks: What is checked after every rule.
         most: Blocks that requests hold at most; filled by pools of the tree as they need it.
         num_gpu_blocks: Pool size, where it is another than the setting's.
+        new_shadow: Makes what keeps the contents of blocks; None keeps Python values.
+        kv_cache_config: That of the memory which blocks are kept in, where they are.
     """
 
     def __init__(
@@ -249,13 +264,19 @@ class SharedPool:
         checks: Sequence[Check],
         most: dict[Any, int],
         num_gpu_blocks: int | None = None,
+        new_shadow: NewShadow | None = None,
+        kv_cache_config: Any = None,
     ) -> None:
         g = setting.geometry
         if setting.num_steps_in_flight and g.num_speculative_blocks:
             raise DriverError("steps with drafts wait for each output: none is in flight")
         self.setting, self.geometry = setting, g
         self.manager = group_bindings.new_kv_cache_manager(
-            g, mamba_spec, num_gpu_blocks or setting.num_gpu_blocks, setting.num_mamba_groups
+            g,
+            mamba_spec,
+            num_gpu_blocks or setting.num_gpu_blocks,
+            setting.num_mamba_groups,
+            kv_cache_config,
         )
         self.coordinator, self.pool = self.manager.coordinator, self.manager.block_pool
         self.managers = tuple(self.coordinator.single_type_managers)
@@ -284,11 +305,13 @@ class SharedPool:
             Request(f"r{i}", plan, i, self.hasher, status=self._statuses["WAITING"])
             for i, plan in enumerate(setting.plans)
         )
-        self.shadow = Shadow(g, len(self.managers))
+        self.planner = Planner(g, len(self.managers))
+        self.shadow: LifeShadow = Shadow() if new_shadow is None else new_shadow(setting)
         self.scheduled: dict[int, _Scheduled] = {}
         self.in_flight: deque[tuple[_Scheduled, ...]] = deque()
         """Steps whose outputs are not known yet, the oldest first."""
         self.inflight_prefills: list[Request] = []
+        self._not_zeroed: set[int] = set()
         self.admits_no_more = self.has_admitted = False
         self.is_open = False
         """Whether a step is being scheduled."""
@@ -387,6 +410,10 @@ class SharedPool:
         request.row = WorkerRow(self._tables(request))
         self.has_admitted = True
         if is_async:
+            if hasattr(self.manager, "get_zeroing_block_ids_in_range"):
+                self._not_zeroed |= {
+                    *self.manager.get_zeroing_block_ids_in_range(request.request_id, local, start)
+                }
             request.stage = Stage.LOADING
             self.inflight_prefills.append(request)
         else:
@@ -451,9 +478,16 @@ class SharedPool:
         for entry in self.scheduled.values():
             for held in self.held(entry.request):
                 self.step_of_block.update(dict.fromkeys(held, entry.seen))
-        try:
-            self.shadow.run([(s.block_id, d.block_id) for s, d in copies], chunks)
-        except StateLost as lost:
+        plan = self.planner.step(
+            self.num_steps,
+            [(s.block_id, d.block_id) for s, d in copies],
+            chunks,
+            frozenset().union(*(held for r in self.requests for held in self.held(r))),
+            self._zeroed(),
+        )
+        # A step that goes wrong whatever blocks hold is not run, so that nothing is written.
+        self.is_dead |= bool(plan.lost)
+        for lost in [*(plan.lost or self.shadow.run(plan))][:1]:
             self._lost(lost)
         self.pool.free_blocks([block for pair in copies for block in pair])
         if self.scheduled:
@@ -478,7 +512,12 @@ class SharedPool:
             return True
         assert request.row is not None
         start, end = request.external_start, request.num_computed_tokens
-        self.shadow.load(request.row.tables, request.tokens(end), start, end)
+        self.shadow.load(
+            self.planner.loaded(
+                request.request_id, request.row.tables, request.tokens(end), start, end
+            ),
+            self.num_steps,
+        )
         self.manager.cache_blocks(request, end)
         request.stage = Stage.ARRIVED
         request.status = self._statuses["PREEMPTED" if request.num_preemptions else "WAITING"]
@@ -694,6 +733,8 @@ class SharedPool:
             "delay_cache_blocks": is_async,
             "full_sequence_must_fit": is_waiting and self.setting.full_sequence_must_fit,
             "reserved_blocks": reserved,
+            # What is loaded later is not cleared; from 0.32.0 it is not even recorded.
+            "skip_zeroing_group_ids": tuple(range(len(self.managers))) if is_async else (),
         }
         situation = self._situation(request, num_new, local, blocks, external, lookahead, is_async)
         gate, estimate, free = None, None, 0
@@ -816,10 +857,19 @@ class SharedPool:
             getattr(manager, "take_pending_boundary_state_offloads", tuple)()
         return taken_copies
 
+    def _zeroed(self) -> list[int]:
+        """Blocks to clear. vLLM: `Scheduler._get_new_block_ids_to_zero`."""
+        records = any(getattr(one, "records_new_block_ids", False) for one in self.managers)
+        ids = self.manager.take_new_block_ids() if records else ()
+        zeroed = [block for block in ids if block not in self._not_zeroed]
+        self._not_zeroed.clear()
+        return zeroed
+
     def _chunk(self, entry: _Scheduled) -> Chunk:
         request, end = entry.request, entry.start + entry.num_new
         assert request.row is not None
         return Chunk(
+            request=request.request_id,
             row=request.row,
             tokens=request.tokens(max(end, request.num_tokens)),
             start=entry.start,
@@ -874,11 +924,12 @@ class SharedPool:
             self.inflight_prefills.remove(request)
 
     def _lost(self, lost: StateLost) -> None:
-        seen = self.step_of_block.get(lost.block)
-        request = "" if seen is None else seen.request
-        self.violations.append(
-            LiveStateLost(request, self.num_steps, lost.block, lost.detail, seen)
-        )
+        self.violations.append(state_lost(lost, self.num_steps, self.step_of_block.get(lost.block)))
 
 
-_ALLOCATE_ARGUMENTS = (*ALLOCATE_ARGUMENTS, "full_sequence_must_fit", "reserved_blocks")
+_ALLOCATE_ARGUMENTS = (
+    *ALLOCATE_ARGUMENTS,
+    "full_sequence_must_fit",
+    "reserved_blocks",
+    "skip_zeroing_group_ids",
+)

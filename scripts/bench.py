@@ -227,6 +227,20 @@ def lives(target: str, count: int) -> Iterator[Row]:
             yield Row(f"random lives, {tier} tier", Figure(rates, f"{what}/s"))
 
 
+def memory(targets: Sequence[str], count: int) -> Iterator[Row]:
+    """Yield steps per second of random lives with blocks in memory, and without."""
+    from conformance.memory_lives import run_in
+
+    numbers = {"num_lives": 400, "num_without": 400}
+    for target in targets:
+        root = resolve(target).root
+        found = [run_in(root, target, "cpu", **numbers) for _ in range(count)]
+        rates = tuple(lives.steps_per_second for lives in found)
+        yield Row(f"{target}, KV memory on the CPU", Figure(rates, "steps/s"))
+        rates = tuple(lives.steps_per_second_without or 0.0 for lives in found)
+        yield Row(f"{target}, the same lives without", Figure(rates, "steps/s"))
+
+
 def explored(target: str) -> list[list[str]]:
     """Return states, lives and rates of every life up to more and more rules."""
     return [
@@ -373,6 +387,12 @@ def sections(options: argparse.Namespace) -> Iterator[str]:
         f"{LATEST}, every check after every rule; processes: {processes}."
     )
     yield table(aims, [row.cells() for row in lives(LATEST, processes)])
+    yield (
+        "Steps of random lives, every check after every rule, with what blocks hold in KV-cache "
+        f"tensors ([KV memory](device.md)) and as Python values; processes: {processes}. Not "
+        "measured on CUDA: `scripts/gpu_check.sh` does it where there is such a machine."
+    )
+    yield table(aims, [row.cells() for row in memory((FAULTY, LATEST), processes)])
     yield (
         "Every life of two such requests (`capproof explore`), core tier, one process. States that "
         "differ in block ids, or in the order of like requests, count once."

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import textwrap
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance import conform
+from conformance import conform, memory_lives
 from conformance.conform import AS_EXPECTED, COULD_NOT_RUN, FAILURES, run
 from conformance.replay import PROJECT_ROOT
 from conformance.targets import resolve
@@ -268,6 +269,52 @@ def test_the_vllm_tier_runs_one_process_per_target(
     assert "3 passed, 2 xfailed" in out
     assert "5 passed" in out
     assert ", torch 2" in out
+    for target in (OLD, NEW):
+        assert f"capproof: {target}: KV memory on " in out
+        assert f"capproof: {target}: copies compared with the release's own: " in out
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="the vllm tier needs torch")
+def test_lives_with_kv_memory_are_part_of_the_vllm_tier(
+    tests_dir: Tests, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A checkout whose tests pass and that loses a state in memory fails, and says what it lost."""
+    managers = Path("vllm/v1/core/single_type_kv_cache_manager.py")
+    root = tmp_path / "checkout"
+
+    def link(source: str, target: str) -> None:
+        if Path(source).name == "__init__.py" or Path(target) == root / managers:
+            shutil.copyfile(source, target)
+        else:
+            os.symlink(source, target)
+
+    shutil.copytree(resolve(NEW).root / "vllm", root / "vllm", copy_function=link)
+    before, inside, text = (root / managers).read_text().partition("class MambaManager")
+    right, wrong = "block_hashes[fine_idx]", "block_hashes[max(fine_idx - 1, 0)]"
+    assert right in text
+    (root / managers).write_text(before + inside + text.replace(right, wrong, 1))
+    target = f"path:{root}"
+    given = {"device": "cpu", "against": NEW}
+
+    assert run([target], "vllm", [], tests_dir(RENDERED), **given) == FAILURES
+    out = capfd.readouterr().out
+    assert "5 passed" in out
+    assert f"capproof: {target}: KV memory on cpu: 200 lives, " in out
+    assert "live-state-kept [StalePosition] step " in out
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="the vllm tier needs torch")
+def test_a_device_with_too_little_memory_is_one_line(
+    tests_dir: Tests, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the process that lives says is said, with the target, and the status is 2."""
+    said = "--device cpu: out of memory: 1,024 bytes asked for"
+    answer = {"reason": said, "out_of_memory": True}
+    monkeypatch.setattr(memory_lives, "ask_process", lambda *_: ([answer], ""))
+    monkeypatch.setattr(conform, "_run_pytest", lambda *_: AS_EXPECTED)
+
+    assert run([NEW], "vllm", [], tests_dir(RENDERED), device="cpu") == COULD_NOT_RUN
+    assert one_line(capfd) == f"capproof: {NEW}: {said}"
 
 
 @pytest.mark.skipif(not HAS_TORCH, reason="the vllm tier needs torch")

@@ -455,6 +455,29 @@ def test_a_step_in_flight_writes_into_what_is_cached_as_the_prompt(release: str)
     assert (num_tokens, held) == ((1024, 1025) if is_wrong else (896, 896))
 
 
+@pytest.mark.parametrize("release", ["0.28.0", "0.30.0", "0.33.0"])
+def test_a_block_is_copied_before_the_step_that_fills_it(release: str) -> None:
+    """A finding: one request's block is loaded and, in the same step, copied for another's hit."""
+    setting = Setting(
+        Geometry(4, 1, 0, 0, 1, False), 30, (Plan(2, 1, 4), Plan(17, 6, 99), Plan(16, 2, 4))
+    )
+    step = Rule("step")
+
+    pool = after(release, setting, Rule("admit", 0, 64), step, Rule("admit", 1, 64, 5))
+    loaded = pool.managers[0].req_to_blocks["r1"][0]
+    pool.apply(Rule("admit", 2, 64))
+    assert loaded in [source for source, _ in pool.managers[0]._pending_cow_copies]
+    pool.apply(step)
+
+    (lost,) = [v for v in pool.violations if v.theorem == "live-state-kept"]
+    assert type(lost).__name__ == "CopiedTooEarly"
+    assert lost.request == "r2"
+    assert f"is a copy of block {loaded.block_id}, which r1 fills from token 0 on" in lost.detail
+    fault = known_fault(lost, f"vllm=={release}")
+    assert fault is not None
+    assert fault.name == "copied-before-it-is-filled"
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
