@@ -477,7 +477,7 @@ KNOWN = (
         "0.33.0",
         ("live-state-kept",),
         hits_inside_a_block,
-        CopiedTooEarly,
+        violation=CopiedTooEarly,
     ),
     KnownFault(
         "checkpoint-of-a-hit",
