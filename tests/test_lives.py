@@ -455,17 +455,32 @@ def test_a_step_in_flight_writes_into_what_is_cached_as_the_prompt(release: str)
     assert (num_tokens, held) == ((1024, 1025) if is_wrong else (896, 896))
 
 
-@pytest.mark.parametrize("release", ["0.28.0", "0.30.0", "0.33.0"])
-def test_a_block_is_copied_before_the_step_that_fills_it(release: str) -> None:
-    """A finding: one request's block is loaded and, in the same step, copied for another's hit."""
-    setting = Setting(
-        Geometry(4, 1, 0, 0, 1, False), 30, (Plan(2, 1, 4), Plan(17, 6, 99), Plan(16, 2, 4))
-    )
-    step = Rule("step")
+#: A state after few tokens, a prompt that is loaded in part, and one that begins like both.
+LOADED_AND_HIT = {
+    "least": (
+        Setting(
+            Geometry(4, 1, 0, 0, 1, False), 30, (Plan(2, 1, 4), Plan(17, 6, 99), Plan(16, 2, 4))
+        ),
+        5,
+    ),
+    "ordinary": (
+        replace(CHUNKED, plans=(Plan(256, 1, 1000), Plan(5000, 6, 9999), Plan(2000, 2, 1000))),
+        1000,
+    ),
+}
 
-    pool = after(release, setting, Rule("admit", 0, 64), step, Rule("admit", 1, 64, 5))
+
+@pytest.mark.parametrize("sizes", LOADED_AND_HIT)
+@pytest.mark.parametrize("release", ["0.28.0", "0.30.0", "0.33.0"])
+def test_a_block_is_copied_before_the_step_that_fills_it(release: str, sizes: str) -> None:
+    """A finding: one request's block is loaded and, in the same step, copied for another's hit."""
+    setting, num_external = LOADED_AND_HIT[sizes]
+    step, most = Rule("step"), setting.max_num_scheduled_tokens
+
+    first = (Rule("admit", 0, most), step, Rule("admit", 1, most, num_external))
+    pool = after(release, setting, *first)
     loaded = pool.managers[0].req_to_blocks["r1"][0]
-    pool.apply(Rule("admit", 2, 64))
+    pool.apply(Rule("admit", 2, most))
     assert loaded in [source for source, _ in pool.managers[0]._pending_cow_copies]
     pool.apply(step)
 
