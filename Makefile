@@ -14,10 +14,10 @@ NEWEST := vllm==0.33.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup prove matrix gen-tests conformance test coverage selfcheck check bench mutants clean
+.PHONY: help setup prove matrix gen-tests conformance test coverage coverage-generated selfcheck check bench mutants clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(PROVE) ## make .venv with what proving needs: z3 and small libraries
 
@@ -46,6 +46,9 @@ test: check ## everything that CI runs
 
 coverage: $(TEST) ## lines and branches that the tests reach
 	$(BIN)/python -m pytest -n logical --cov --cov-report=term
+
+coverage-generated: $(TEST) ## branches of vLLM that generated_tests/ take, into docs/coverage.md
+	$(BIN)/python scripts/coverage_of_vllm.py --write docs/coverage.md
 
 selfcheck: $(TEST) ## lifted and real code, and workloads, on every known release
 	CAPPROOF_ALL_RELEASES=1 $(BIN)/python -m pytest -n logical \
