@@ -14,7 +14,7 @@ NEWEST := vllm==0.33.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup prove matrix gen-tests conformance test coverage coverage-generated selfcheck check bench mutants clean
+.PHONY: help setup prove matrix gen-tests conformance test coverage coverage-generated selfcheck check bench bench-peers mutants clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +62,9 @@ check: $(TEST) ## ruff and mypy
 
 bench: $(TEST) ## measure, on an idle machine
 	$(BIN)/python scripts/bench.py
+
+bench-peers: $(TEST) ## the same questions to Hypothesis, enumeration and CrossHair, on an idle machine
+	$(BIN)/python scripts/bench_peers.py --write docs/benchmarks.md
 
 mutants: $(PROVE) ## which changes to the lifted functions are noticed
 	$(BIN)/python scripts/mutants.py --write docs/mutants.md

@@ -23,9 +23,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from conformance import conform
 from conformance.targets import DEFAULT_TARGETS, TargetError, resolve
 from models.loader import COORDINATOR, INTERFACE, KV_CACHE_MANAGER, MANAGERS
