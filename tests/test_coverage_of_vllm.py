@@ -181,16 +181,16 @@ def test_nothing_is_shown_by_paths_that_may_be_missing(
 def test_a_written_reason_comes_first(tests: tuple[Path, Mapping[str, Any]]) -> None:
     """It judges the branch, and what lies behind; a gap is said to be one."""
     reasons = [
-        Reason("Counter.count", "not negative", "number < 0", "true", gap=True),
-        Reason("Counter.count", "another mode", "mode != 'align'"),
+        Reason("Counter.count", "number < 0", "true", "not negative", gap=True),
+        Reason("Counter.count", "mode != 'align'", "true", "another mode"),
     ]
 
     found = count_of(tests, lifted([LOWER], asked=[NEGATIVE]), reasons)
 
     assert standings(found) == {
         ("number < 0", "true"): Standing.GAP,
-        ("is_odd", "true"): Standing.BEHIND,
-        ("is_odd", "false"): Standing.BEHIND,
+        ("is_odd", "true"): Standing.GAP,
+        ("is_odd", "false"): Standing.GAP,
         ("mode != 'align'", "true"): Standing.WRITTEN,
     }
     assert problems(reasons, {"this": [found]}) == []
@@ -201,15 +201,15 @@ def test_an_open_branch_and_an_idle_reason_are_to_be_seen_to(
 ) -> None:
     """Neither a branch without judgement nor a judgement of nothing goes unseen."""
     reasons = [
-        Reason("Counter.count", "not negative", "number < 0", "true"),
-        Reason("Counter.count", "all loops end", "numbers"),
+        Reason("Counter.count", "number < 0", "true", "not negative"),
+        Reason("Counter.count", "numbers", "end", "all loops end"),
     ]
     found = count_of(tests, lifted(), reasons)
 
     first, second = problems(reasons, {"this": [found]})
 
     assert first.startswith(f"this: tallies.py:{MODE}: Counter.count: `mode != 'align'` true: ")
-    assert second == "unreached_branches.toml: Counter.count `numbers` : judges nothing"
+    assert second == "unreached_branches.toml: Counter.count `numbers` end: judges nothing"
 
 
 def test_a_file_that_nobody_imported_is_refused(tests: tuple[Path, Mapping[str, Any]]) -> None:
@@ -246,7 +246,9 @@ def test_every_written_reason_is_about_a_function_that_is_looked_at() -> None:
 def test_an_unknown_key_of_a_reason_is_refused(tmp_path: Path) -> None:
     """A misspelt `gap` may not make a gap a reason."""
     file = tmp_path / "reasons.toml"
-    file.write_text('[[branch]]\nfunction = "f"\nreason = "r"\ngapp = true\n')
+    file.write_text(
+        '[[branch]]\nfunction = "f"\ncondition = "c"\nway = "true"\nreason = "r"\ngapp = true\n'
+    )
     with pytest.raises(CoverageError, match="gapp"):
         load_reasons(file)
 
