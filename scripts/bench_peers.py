@@ -42,6 +42,7 @@ OWN_TESTS = Path("tests/v1/core/test_single_type_kv_cache_manager.py")
 SMALL = "B up to 4, 8 tokens, S up to 1, on the release's own source"
 NOT_SHOWN = "no"
 OURS = "**`capproof prove`**, to its end"
+OURS_INSIDE = "**capproof**, inside one process, to the first"
 
 
 @dataclass(frozen=True)
@@ -278,8 +279,9 @@ def _proved(is_proved: bool) -> dict[str, Any]:
 
 
 def compared(said: Sequence[Answer]) -> str:
-    """Say in words how capproof, the last of the answers, stands among them."""
-    *others, ours = said
+    """Say in words how the command, the last of the answers, stands among those of others."""
+    *before, ours = said
+    others = [one for one in before if one.who != OURS_INSIDE]
     if not ours.is_found:
         everything = [one.who for one in said if one.shows_all]
         less = [one.who for one in others if one.absence not in ("-", NOT_SHOWN)]

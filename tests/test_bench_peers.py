@@ -10,7 +10,7 @@ import pytest
 from conformance.driver import Driver, core_driver
 from conformance.targets import resolve
 from scripts.bench import Figure
-from scripts.bench_peers import NOT_SHOWN, Answer, compared
+from scripts.bench_peers import NOT_SHOWN, OURS_INSIDE, Answer, compared
 from scripts.marked import PEERS, Marked
 from scripts.peer_questions import QUESTIONS, Question, small_sizes
 from scripts.peer_transcription import checkpoint_step, external_step, keeps_checkpoint
@@ -89,7 +89,9 @@ def test_who_is_faster_is_said_to_be() -> None:
     fast = Answer("fast", "yes", whole=FAST, is_found=True)
     blind = Answer("blind", "0 of 20", whole=FAST)
 
-    said = compared([slow, fast, blind, OURS])
+    inside = Answer(OURS_INSIDE, "yes", whole=FAST, is_found=True)
+
+    said = compared([slow, fast, blind, inside, OURS])
 
     assert "is ahead of: slow. It is **not ahead** of: fast. No counterexample from: blind." in said
 
