@@ -14,10 +14,10 @@ NEWEST := vllm==0.33.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup prove matrix gen-tests conformance test coverage selfcheck check bench mutants clean
+.PHONY: help setup prove matrix gen-tests conformance test coverage coverage-generated selfcheck check bench bench-peers mutants clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(PROVE) ## make .venv with what proving needs: z3 and small libraries
 
@@ -47,6 +47,9 @@ test: check ## everything that CI runs
 coverage: $(TEST) ## lines and branches that the tests reach
 	$(BIN)/python -m pytest -n logical --cov --cov-report=term
 
+coverage-generated: $(TEST) ## branches of vLLM that generated_tests/ take, into docs/coverage.md
+	$(BIN)/python scripts/coverage_of_vllm.py --write docs/coverage.md
+
 selfcheck: $(TEST) ## lifted and real code, and workloads, on every known release
 	CAPPROOF_ALL_RELEASES=1 $(BIN)/python -m pytest -n logical \
 	  tests/test_lift.py tests/test_engine.py tests/test_groups.py tests/test_generate.py
@@ -59,6 +62,9 @@ check: $(TEST) ## ruff and mypy
 
 bench: $(TEST) ## measure, on an idle machine
 	$(BIN)/python scripts/bench.py
+
+bench-peers: $(TEST) ## the same questions to Hypothesis, enumeration and CrossHair, on an idle machine
+	$(BIN)/python scripts/bench_peers.py --write docs/benchmarks.md
 
 mutants: $(PROVE) ## which changes to the lifted functions are noticed
 	$(BIN)/python scripts/mutants.py --write docs/mutants.md

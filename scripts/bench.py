@@ -30,6 +30,7 @@ import z3
 
 from conformance.replay import tier_environment
 from conformance.targets import KNOWN_RELEASES, resolve
+from scripts.marked import PEERS
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 WORKERS = Path(__file__).with_name("bench_workers.py")
@@ -460,7 +461,8 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     if options.write:
-        options.write.write_text("\n\n".join(document) + "\n")
+        before = options.write.read_text() if options.write.exists() else ""
+        options.write.write_text(PEERS.keep("\n\n".join(document) + "\n", before))
     return 0
 
 
