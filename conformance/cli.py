@@ -216,17 +216,34 @@ def conform(
 @click.argument("scenario_file", type=click.Path(path_type=Path), metavar="SCENARIO.json")
 @_targets_option
 @_tier_option
-def replay(scenario_file: Path, targets: tuple[str, ...], tier: str) -> int:
+@click.option("--draw", is_flag=True, help="Print the block table after each step as a picture.")
+@click.option(
+    "--draw-svg",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the picture of the first target as SVG.",
+)
+def replay(
+    scenario_file: Path,
+    targets: tuple[str, ...],
+    tier: str,
+    draw: bool,
+    draw_svg: Path | None,
+) -> int:
     """Replay a scenario, by default where it shows a fault, or a life, on the real manager."""
-    from conformance import life_files, workload
+    from conformance import drawing, life_files, workload
+    from conformance.picture import picture
     from conformance.reading import kind_of
     from conformance.replay import Outcome, replay_in
     from conformance.report import show_replay
     from conformance.scenario import load
+    from conformance.svg import svg
 
     kind = None
     with suppress(OSError, ValueError):  # `load` says what is wrong with it.
         kind = kind_of(scenario_file.read_bytes())
+    if kind in (workload.KIND, life_files.KIND) and (draw or draw_svg):
+        raise CannotRun(f"{scenario_file}: a {kind} has no picture; name a scenario")
     if kind == workload.KIND:
         return _run_workloads([workload.load(scenario_file)], targets, tier)
     if kind == life_files.KIND:
@@ -235,12 +252,21 @@ def replay(scenario_file: Path, targets: tuple[str, ...], tier: str) -> int:
     predicted = dict.fromkeys(target for scenario in scenarios for target in _shows_on(scenario))
     if not scenarios:
         raise CannotRun(f"{scenario_file}: holds no scenario; name a file that does")
+    if draw_svg is not None:
+        _check_svg(draw_svg, scenario_file, len(scenarios))
     console = _console()
     worst, not_run = AS_EXPECTED, []
     for tree in _resolved(targets or tuple(predicted) or DEFAULT_TARGETS):
-        results = replay_in(tree.root, tier, scenarios, target=tree.target)
+        results = replay_in(
+            tree.root, tier, scenarios, target=tree.target, with_tables=draw or bool(draw_svg)
+        )
         for scenario, result in zip(scenarios, results, strict=True):
             show_replay(console, scenario, result, tier)
+            if draw and result.steps:
+                drawing.draw(console, picture(scenario, result))
+            if draw_svg is not None and result.steps:
+                _write(draw_svg, svg(picture(scenario, result)))
+                draw_svg = None
             if result.outcome is Outcome.COULD_NOT_RUN:
                 not_run.append(f"{tree.target}: {result.detail}")
             elif result.outcome is Outcome.DISAGREES or (
@@ -558,6 +584,20 @@ def _check_writable(option: str, file: Path | None) -> None:
         raise CannotRun(f"{given}: {error.strerror}; name another file") from None
     if not os.access(file.parent if is_new else file, os.W_OK):
         raise CannotRun(f"{given}: cannot be written; name another file")
+
+
+def _check_svg(file: Path, scenario_file: Path, num_scenarios: int) -> None:
+    """Refuse a picture of several scenarios, and one that would replace what is no picture."""
+    from conformance.svg import MARKER
+
+    if num_scenarios > 1:
+        raise CannotRun(
+            f"{scenario_file}: holds {num_scenarios} scenarios, and --draw-svg draws one; "
+            "name a file with one"
+        )
+    _check_writable("--draw-svg", file)
+    if file.is_file() and not file.read_bytes().startswith(MARKER.encode()):
+        raise CannotRun(f"--draw-svg {file}: is no picture of capproof's; name another file")
 
 
 def _write(file: Path, text: str) -> None:
