@@ -479,14 +479,14 @@ def list_targets(to_fetch: str | None) -> int:
 @cli.command()
 @click.argument("slug", metavar="SLUG")
 def explain(slug: str) -> int:
-    """Explain a theorem, a family or an assumption."""
-    from conformance.explain import explanation
+    """Explain a theorem, a family, an assumption, a manager or a verdict."""
+    from conformance.explain import explanation, nearest
 
     text = explanation(slug)
     if text is None:
         raise CannotRun(
-            f"unknown theorem, family or assumption {slug!r}; theorems: {_names()}; "
-            f"families: {', '.join(FAMILIES)}"
+            f"unknown theorem, family, assumption, manager or verdict {slug[:60]!r}; the nearest: "
+            f"{', '.join(nearest(slug))}"
         )
     click.echo(text)
     return AS_EXPECTED
