@@ -301,6 +301,14 @@ def _generated_in(out: Path) -> list[Path]:
     return sorted(path.relative_to(out) for path in ours)
 
 
+def replaces_nothing_of_others(file: Path) -> bool:
+    """Return whether a Python file is absent, empty, or has our marker in its head."""
+    if not file.exists():
+        return True
+    head = (_text(file) or "\0").splitlines()[:5]
+    return not head or any(line.startswith(render.MARKER) for line in head)
+
+
 def _is_ours(path: Path, out: Path) -> bool:
     """Whether a file was generated: Python by its first line, scenarios by what they hold."""
     text = _text(path)

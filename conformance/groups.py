@@ -14,6 +14,7 @@ from typing import Any
 
 from conformance.bindings import BindingError, Bindings, DriverError
 from conformance.group_bindings import GroupBindings, watching_estimates
+from conformance.layout import MAMBA, TableSeen, attention_table, mamba_table
 from conformance.pools import PoolShelf
 from conformance.request import REQUEST_ID, RequestUnderTest
 from spec.vocabulary import Call, Geometry, Situation, Step
@@ -121,6 +122,17 @@ class GroupsUnderTest(RequestUnderTest):
             attention_table_length=self._attention_columns(),
             num_evictable_attention_hits=num_evictable_attention_hits,
             other_hits_are_evictable=other_hits_are_evictable,
+        )
+
+    def tables(self) -> tuple[TableSeen, ...]:
+        """Return what each column of the request's tables holds, a table for each group."""
+        names, several = self._names(), len(self._mamba) > 1
+        return (
+            attention_table(self._attention, names),
+            *(
+                mamba_table(manager, names, f"{MAMBA} {i}" if several else MAMBA)
+                for i, manager in enumerate(self._mamba, start=1)
+            ),
         )
 
     def _attention_columns(self) -> int:

@@ -26,6 +26,7 @@ from conformance.driver import (
     core_driver,
     vllm_driver,
 )
+from conformance.layout import Holds, Run, TableSeen
 from conformance.scenario import (
     OPTIONALLY_PREDICTED,
     Prediction,
@@ -81,6 +82,10 @@ class StepSeen:
     """Free blocks in the pool after the step."""
     held: int
     """Distinct non-null blocks of the table after the step."""
+    free_found: int | None = None
+    """Free blocks that the step's allocation found, None where it was not reached."""
+    tables: tuple[TableSeen, ...] = ()
+    """What the request's tables hold after the step; empty where nobody asked."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +106,18 @@ class Replay:
     """Whether the scenario's theorem holds in the last step; None where it says nothing."""
 
 
-def replay(scenario: Scenario, driver: Driver, target: str) -> Replay:
+def replay(scenario: Scenario, driver: Driver, target: str, *, with_tables: bool = False) -> Replay:
     """Apply a scenario's steps to the real manager and compare with what `target` predicts.
 
     The last step finds a pool with just the estimate's blocks free, and those reserved, if the
     scenario is about one of `NEED_EXACT_POOL`, else the scenario's pool.
+
+    Args:
+        scenario: What to replay.
+        driver: Builds the real manager.
+        target: Name under which predictions are looked up.
+        with_tables: Whether to look at what each column holds after each step, which takes time in
+            proportion to the table.
     """
     try:
         request = driver.request(
@@ -119,7 +131,7 @@ def replay(scenario: Scenario, driver: Driver, target: str) -> Replay:
             exactly_the_estimate=exactly,
             reserved_blocks=NEED_EXACT_POOL.get(slug, 0),
         ):
-            steps.append(_seen(shown, request))
+            steps.append(_seen(shown, request, with_tables=with_tables))
     except DriverError as error:
         return _could_not_run(scenario, target, str(error))
     seen = tuple(steps)
@@ -133,7 +145,12 @@ def replay(scenario: Scenario, driver: Driver, target: str) -> Replay:
 
 
 def replay_in(
-    tree_root: Path, tier: str, scenarios: Iterable[Scenario], *, target: str
+    tree_root: Path,
+    tier: str,
+    scenarios: Iterable[Scenario],
+    *,
+    target: str,
+    with_tables: bool = False,
 ) -> list[Replay]:
     """Replay scenarios on a tree, in this process (core) or one of its own (vllm).
 
@@ -142,15 +159,16 @@ def replay_in(
         tier: One of `TIERS`.
         scenarios: What to replay; the answers come in the same order.
         target: Name under which predictions are looked up.
+        with_tables: Whether to look at what each column holds after each step.
     """
     scenarios = list(scenarios)
     if tier == "vllm":
-        return _replay_in_process(Path(tree_root), scenarios, target)
+        return _replay_in_process(Path(tree_root), scenarios, target, with_tables=with_tables)
     try:
         driver = core_driver(tree_root)
     except BindingError as error:
         return [_could_not_run(scenario, target, str(error)) for scenario in scenarios]
-    return [replay(scenario, driver, target) for scenario in scenarios]
+    return [replay(scenario, driver, target, with_tables=with_tables) for scenario in scenarios]
 
 
 def tier_environment(tree_root: Path) -> dict[str, str]:
@@ -168,10 +186,16 @@ def tier_environment(tree_root: Path) -> dict[str, str]:
 # ---- one replay ----------------------------------------------------------------------------------
 
 
-def _seen(shown: Applied, request: RequestUnderTest) -> StepSeen:
+def _seen(shown: Applied, request: RequestUnderTest, *, with_tables: bool) -> StepSeen:
     after = request.observe()
     return StepSeen(
-        shown.planned.why, shown.situation.table_length, shown.step, after.free, after.held
+        shown.planned.why,
+        shown.situation.table_length,
+        shown.step,
+        after.free,
+        after.held,
+        request.free_at_allocation,
+        request.tables() if with_tables else (),
     )
 
 
@@ -347,9 +371,12 @@ def ask_process(
     return answers, reason
 
 
-def _replay_in_process(tree_root: Path, scenarios: list[Scenario], target: str) -> list[Replay]:
+def _replay_in_process(
+    tree_root: Path, scenarios: list[Scenario], target: str, *, with_tables: bool
+) -> list[Replay]:
+    options = ["--root", str(tree_root), "--tier", "vllm", "--target", target]
     answers, reason = ask_process(
-        ["conformance.replay", "--root", str(tree_root), "--tier", "vllm", "--target", target],
+        ["conformance.replay", *options, *(["--with-tables"] if with_tables else [])],
         tree_root,
         (json.dumps(to_json(scenario)) for scenario in scenarios),
     )
@@ -369,11 +396,21 @@ def _to_json(result: Replay) -> dict[str, Any]:
 
 
 def _from_json(content: dict[str, Any]) -> Replay:
-    steps = tuple(
-        StepSeen(**{**seen, "step": Step(**seen["step"])}) for seen in content.pop("steps")
-    )
+    steps = tuple(map(_step_from_json, content.pop("steps")))
     lists = {name: tuple(content.pop(name)) for name in ("differences", "violated")}
     return Replay(**{**content, **lists, "outcome": Outcome(content["outcome"]), "steps": steps})
+
+
+def _step_from_json(content: dict[str, Any]) -> StepSeen:
+    tables = tuple(
+        TableSeen(
+            table["group"],
+            tuple(Run(Holds(run["holds"]), run["count"]) for run in table["runs"]),
+            table["num_copies_outside"],
+        )
+        for table in content["tables"]
+    )
+    return StepSeen(**{**content, "step": Step(**content["step"]), "tables": tables})
 
 
 def own_standard_output() -> TextIO:
@@ -390,13 +427,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tier", choices=TIERS, required=True)
     parser.add_argument("--root", type=Path, required=True, help="folder holding vllm/")
     parser.add_argument("--target", required=True, help="name that predictions are stored under")
+    parser.add_argument("--with-tables", action="store_true", help="what each column holds, too")
     options = parser.parse_args(arguments)
     answers = own_standard_output()
     try:
         driver = (vllm_driver if options.tier == "vllm" else core_driver)(options.root)
         for number, line in enumerate(sys.stdin, start=1):
             for scenario in loads(line, name=f"standard input, line {number}"):
-                result = replay(scenario, driver, options.target)
+                result = replay(scenario, driver, options.target, with_tables=options.with_tables)
                 print(json.dumps(_to_json(result)), file=answers, flush=True)
     except (ScenarioError, BindingError) as error:
         print(error, file=sys.stderr)

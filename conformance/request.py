@@ -22,6 +22,7 @@ from conformance.bindings import (
     DriverError,
 )
 from conformance.held import Found, held_by_column, kept_by
+from conformance.layout import Names, TableSeen, mamba_table
 from conformance.pools import PoolShelf, block_id, hash_map_ids, ref_cnt
 from models.loader import PlaceholderUsed
 from spec.vocabulary import Call, Geometry, Situation, Step
@@ -100,6 +101,7 @@ class RequestUnderTest:
         """Tokens that each step since the request was admitted computes."""
         self._held_by_another: list[Any] = []
         self._hashes: set[Any] = set()
+        self._adopted: frozenset[int] = frozenset()
 
     def apply(
         self,
@@ -148,6 +150,7 @@ class RequestUnderTest:
             self._check_adoption(call, num_hit_blocks, num_external_tokens)
         hit = self._hit(call.num_local_computed_tokens, num_hit_blocks, hit_is_evictable)
         evictable = self._evictable(hit)
+        self._adopted |= {b.block_id for b in self._blocks_of(hit) if not b.is_null}
         self.exception = self.free_at_allocation = None
         pool = self.pool
         arguments = self._arguments(call)
@@ -226,6 +229,7 @@ class RequestUnderTest:
             raise DriverError("a request without a table is not preempted")
         self._end_last_step()
         self._asked.free(REQUEST_ID)
+        self._adopted = frozenset()
         self._gate = self._num_tokens_asked = 0
         self._was_preempted, self._is_parked, self._owns_partial_tail = True, False, False
         self._chunks.clear()
@@ -264,6 +268,10 @@ class RequestUnderTest:
             held=len(held),
             table=table,
         )
+
+    def tables(self) -> tuple[TableSeen, ...]:
+        """Return what each column of the request's tables holds, a table for each group."""
+        return (mamba_table(self.manager, self._names()),)
 
     def situation(
         self,
@@ -526,6 +534,9 @@ class RequestUnderTest:
         copies = getattr(self.manager, QUEUED_COPIES, ())
         kept = kept_by(self._tables(), self._managers)
         return found.after(self._table(), copies, kept, num_drawn)
+
+    def _names(self) -> Names:
+        return Names(REQUEST_ID, self.geometry.num_speculative_blocks, self._adopted)
 
     def _hit_of_manager(self, hit: Any) -> Sequence[Any]:
         """The part of a hit that is of the manager whose steps are seen."""

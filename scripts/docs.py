@@ -1,7 +1,8 @@
-"""Write the table of theorems and verdicts, and how many there are, into README.md.
+"""Write the table of theorems and verdicts into README.md, and the JSON schema of scenarios.
 
-Both come from the committed verdicts. With ``--check`` nothing is written, and the exit status is 1
-where the page is not current.
+The table, and how many verdicts there are, come from the committed verdicts; the schema from the
+records that scenarios are read into. With ``--check`` nothing is written, and the exit status is 1
+where one of them is not current.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from conformance import schema
 from conformance.expectations import suite_of, where
 from spec.theorems import OBLIGATIONS, THEOREMS
 
@@ -19,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 Verdicts = dict[str, dict[str, dict[str, str]]]
 README = ROOT / "README.md"
 VERDICTS = ROOT / "generated_tests" / "scenarios" / "verdicts.json"
+SCENARIO_SCHEMA = ROOT / "docs" / "scenario.schema.json"
 #: The last line that `make prove` prints.
 TOTALS = re.compile(r"^\d+ obligations: .*$", re.MULTILINE)
 BEGIN, END = "<!-- verdicts: written by scripts/docs.py -->", "<!-- end of verdicts -->"
@@ -72,14 +75,21 @@ def updated(text: str) -> str:
 
 
 def main() -> int:
-    text = README.read_text(encoding="utf-8")
-    current = updated(text)
-    if "--check" in sys.argv[1:]:
-        if text != current:
-            print("README.md: the verdicts are not current; run scripts/docs.py")
-        return int(text != current)
-    README.write_text(current, encoding="utf-8")
-    return 0
+    current = {
+        README: updated(README.read_text(encoding="utf-8")),
+        SCENARIO_SCHEMA: schema.text(),
+    }
+    stale = [file for file, text in current.items() if _text(file) != text]
+    for file in stale:
+        if "--check" in sys.argv[1:]:
+            print(f"{file.relative_to(ROOT)}: not current; run scripts/docs.py")
+        else:
+            file.write_text(current[file], encoding="utf-8")
+    return int("--check" in sys.argv[1:] and bool(stale))
+
+
+def _text(file: Path) -> str | None:
+    return file.read_text(encoding="utf-8") if file.exists() else None
 
 
 if __name__ == "__main__":

@@ -549,7 +549,10 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
         (["prove", "--json", "/no/such/out.json"], "/no/such is no folder"),
         (["prove", "--json", "/dev/null/out.json"], "/dev/null is no folder"),
         (["prove", "--json", "x" * 300], "File name too long"),
-        (["explain", "no-such"], "unknown theorem, family or assumption 'no-such'"),
+        (
+            ["explain", "no-such"],
+            "unknown theorem, family, assumption, manager or verdict 'no-such'",
+        ),
         (["explain"], "Missing argument 'SLUG'"),
         (["replay", "/no/such.json"], "/no/such.json: cannot be read"),
         (["replay", "pyproject.toml"], "pyproject.toml: not JSON"),

@@ -22,7 +22,10 @@ OURS = {*LAYERS, "tests", "scripts"}
 #: Packages that a user who only replays scenarios and runs generated tests does not need.
 PROOF_PACKAGES = ("z3", "cvc5", "jinja2")
 #: Packages that the driver's side needs in the vllm tier at most, or not at all.
-DRIVER_SIDE = ("scenario", "bindings", "driver", "replay", "conform", "workload", "engine")
+DRIVER_SIDE = (
+    *("scenario", "bindings", "driver", "replay", "conform", "workload", "engine"),
+    *("layout", "picture", "svg"),
+)
 
 
 def sources(layer: str) -> list[Path]:
