@@ -296,7 +296,8 @@ def _step(
         yield from _estimate("gate = ", {**_asked(step, hit), **whole, "apply_admission_cap": True})
     if claim.watches_removal:
         yield f"before_removal = list({_TABLE})"
-    yield f"manager.remove_skipped_blocks(REQUEST_ID, {_literal(start)})"
+    ended = start - step.num_in_flight_tokens
+    yield f"manager.remove_skipped_blocks(REQUEST_ID, {_literal(ended)})"
     if claim.watches_removal:
         yield f"after_removal = list({_TABLE})"
     if claim.has_dry_run:

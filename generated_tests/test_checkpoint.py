@@ -2,12 +2,13 @@
 # Family checkpoint: A running request computes a prefill chunk and keeps an internal checkpoint.
 # Manager mamba-align: The align-mode manager of one Mamba group, by itself.
 # Scenarios: scenarios/checkpoint.json. Solver: z3 5.4.1.
-# vllm==0.30.0, checkpoint: 14 PROVED; REFUTED exact-estimate, bounded-demand, matches-intended, only-states-are-held, peak-within-sizing, eventually-admitted, gate-covers-lifetime; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.30.0, checkpoint+overwide: 10 PROVED; REFUTED no-undercount, exact-estimate, bounded-demand, estimate-nonnegative, matches-intended, checkpoint-recorded, retirement-recorded, only-states-are-held; NOT_APPLICABLE peak-within-sizing, eventually-admitted, gate-covers-first-step, gate-covers-lifetime
-# vllm==0.31.0, checkpoint: 16 PROVED; REFUTED matches-intended, only-states-are-held, peak-within-sizing, eventually-admitted, gate-covers-lifetime; NOT_APPLICABLE gate-covers-first-step
-# vllm==0.31.0, checkpoint+overwide: 11 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended, checkpoint-recorded, retirement-recorded, only-states-are-held; NOT_APPLICABLE peak-within-sizing, eventually-admitted, gate-covers-first-step, gate-covers-lifetime
-# vllm==0.33.0, checkpoint: 20 PROVED; NOT_APPLICABLE gate-covers-first-step; REFUTED gate-covers-lifetime
-# vllm==0.33.0, checkpoint+overwide: 12 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended, checkpoint-recorded, retirement-recorded; NOT_APPLICABLE peak-within-sizing, eventually-admitted, gate-covers-first-step, gate-covers-lifetime
+# vllm==0.30.0, checkpoint: 14 PROVED; REFUTED exact-estimate, bounded-demand, matches-intended, only-states-are-held, peak-within-sizing, eventually-admitted, gate-covers-lifetime; NOT_APPLICABLE removal-frees-ended, gate-covers-first-step
+# vllm==0.30.0, checkpoint+overwide: 10 PROVED; REFUTED no-undercount, exact-estimate, bounded-demand, estimate-nonnegative, matches-intended, checkpoint-recorded, retirement-recorded, only-states-are-held; NOT_APPLICABLE removal-frees-ended, peak-within-sizing, eventually-admitted, gate-covers-first-step, gate-covers-lifetime
+# vllm==0.31.0, checkpoint: 16 PROVED; REFUTED matches-intended, only-states-are-held, peak-within-sizing, eventually-admitted, gate-covers-lifetime; NOT_APPLICABLE removal-frees-ended, gate-covers-first-step
+# vllm==0.31.0, checkpoint+overwide: 11 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended, checkpoint-recorded, retirement-recorded, only-states-are-held; NOT_APPLICABLE removal-frees-ended, peak-within-sizing, eventually-admitted, gate-covers-first-step, gate-covers-lifetime
+# vllm==0.33.0, checkpoint: 20 PROVED; NOT_APPLICABLE removal-frees-ended, gate-covers-first-step; REFUTED gate-covers-lifetime
+# vllm==0.33.0, checkpoint+overwide: 12 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended, checkpoint-recorded, retirement-recorded; NOT_APPLICABLE removal-frees-ended, peak-within-sizing, eventually-admitted, gate-covers-first-step, gate-covers-lifetime
+# No test of removal-frees-ended: the removal is the same before any other step of a request that runs.
 # No test of gate-covers-first-step: v1/core/sched/scheduler.py, Scheduler.schedule asks the gate about waiting requests only.
 import pytest
 

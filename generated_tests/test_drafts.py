@@ -2,18 +2,19 @@
 # Family drafts: A running request decodes, drafts included.
 # Manager mamba-align: The align-mode manager of one Mamba group, by itself.
 # Scenarios: scenarios/drafts.json. Solver: z3 5.4.1.
-# vllm==0.30.0, drafts: 20 PROVED; NOT_APPLICABLE gate-covers-lifetime, gate-covers-first-step
-# vllm==0.30.0, drafts+checkpoint: 14 PROVED; REFUTED exact-estimate, bounded-demand, matches-intended, only-states-are-held; NOT_APPLICABLE peak-within-sizing, gate-covers-lifetime, eventually-admitted, gate-covers-first-step
-# vllm==0.30.0, drafts+overwide: 16 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended; NOT_APPLICABLE gate-covers-lifetime, gate-covers-first-step
-# vllm==0.30.0, drafts+checkpoint+overwide: 10 PROVED; REFUTED no-undercount, exact-estimate, bounded-demand, estimate-nonnegative, matches-intended, checkpoint-recorded, retirement-recorded, only-states-are-held; NOT_APPLICABLE peak-within-sizing, gate-covers-lifetime, eventually-admitted, gate-covers-first-step
-# vllm==0.31.0, drafts: 20 PROVED; NOT_APPLICABLE gate-covers-lifetime, gate-covers-first-step
-# vllm==0.31.0, drafts+checkpoint: 16 PROVED; REFUTED matches-intended, only-states-are-held; NOT_APPLICABLE peak-within-sizing, gate-covers-lifetime, eventually-admitted, gate-covers-first-step
-# vllm==0.31.0, drafts+overwide: 16 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended; NOT_APPLICABLE gate-covers-lifetime, gate-covers-first-step
-# vllm==0.31.0, drafts+checkpoint+overwide: 11 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended, checkpoint-recorded, retirement-recorded, only-states-are-held; NOT_APPLICABLE peak-within-sizing, gate-covers-lifetime, eventually-admitted, gate-covers-first-step
-# vllm==0.33.0, drafts: 20 PROVED; NOT_APPLICABLE gate-covers-lifetime, gate-covers-first-step
-# vllm==0.33.0, drafts+checkpoint: 18 PROVED; NOT_APPLICABLE peak-within-sizing, gate-covers-lifetime, eventually-admitted, gate-covers-first-step
-# vllm==0.33.0, drafts+overwide: 16 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended; NOT_APPLICABLE gate-covers-lifetime, gate-covers-first-step
-# vllm==0.33.0, drafts+checkpoint+overwide: 12 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended, checkpoint-recorded, retirement-recorded; NOT_APPLICABLE peak-within-sizing, gate-covers-lifetime, eventually-admitted, gate-covers-first-step
+# vllm==0.30.0, drafts: 20 PROVED; NOT_APPLICABLE removal-frees-ended, gate-covers-lifetime, gate-covers-first-step
+# vllm==0.30.0, drafts+checkpoint: 14 PROVED; REFUTED exact-estimate, bounded-demand, matches-intended, only-states-are-held; NOT_APPLICABLE removal-frees-ended, peak-within-sizing, gate-covers-lifetime, eventually-admitted, gate-covers-first-step
+# vllm==0.30.0, drafts+overwide: 16 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended; NOT_APPLICABLE removal-frees-ended, gate-covers-lifetime, gate-covers-first-step
+# vllm==0.30.0, drafts+checkpoint+overwide: 10 PROVED; REFUTED no-undercount, exact-estimate, bounded-demand, estimate-nonnegative, matches-intended, checkpoint-recorded, retirement-recorded, only-states-are-held; NOT_APPLICABLE removal-frees-ended, peak-within-sizing, gate-covers-lifetime, eventually-admitted, gate-covers-first-step
+# vllm==0.31.0, drafts: 20 PROVED; NOT_APPLICABLE removal-frees-ended, gate-covers-lifetime, gate-covers-first-step
+# vllm==0.31.0, drafts+checkpoint: 16 PROVED; REFUTED matches-intended, only-states-are-held; NOT_APPLICABLE removal-frees-ended, peak-within-sizing, gate-covers-lifetime, eventually-admitted, gate-covers-first-step
+# vllm==0.31.0, drafts+overwide: 16 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended; NOT_APPLICABLE removal-frees-ended, gate-covers-lifetime, gate-covers-first-step
+# vllm==0.31.0, drafts+checkpoint+overwide: 11 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended, checkpoint-recorded, retirement-recorded, only-states-are-held; NOT_APPLICABLE removal-frees-ended, peak-within-sizing, gate-covers-lifetime, eventually-admitted, gate-covers-first-step
+# vllm==0.33.0, drafts: 20 PROVED; NOT_APPLICABLE removal-frees-ended, gate-covers-lifetime, gate-covers-first-step
+# vllm==0.33.0, drafts+checkpoint: 18 PROVED; NOT_APPLICABLE removal-frees-ended, peak-within-sizing, gate-covers-lifetime, eventually-admitted, gate-covers-first-step
+# vllm==0.33.0, drafts+overwide: 16 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended; NOT_APPLICABLE removal-frees-ended, gate-covers-lifetime, gate-covers-first-step
+# vllm==0.33.0, drafts+checkpoint+overwide: 12 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended, checkpoint-recorded, retirement-recorded; NOT_APPLICABLE removal-frees-ended, peak-within-sizing, gate-covers-lifetime, eventually-admitted, gate-covers-first-step
+# No test of removal-frees-ended: the removal is the same before any other step of a request that runs.
 # No test of gate-covers-lifetime: it is about the prefill steps behind an admission without a hit.
 # No test of gate-covers-first-step: v1/core/sched/scheduler.py, Scheduler.schedule asks the gate about waiting requests only.
 import pytest

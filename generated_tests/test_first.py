@@ -2,15 +2,16 @@
 # Family first: A waiting request is admitted with no prefix-cache hit and no external tokens.
 # Manager mamba-align: The align-mode manager of one Mamba group, by itself.
 # Scenarios: scenarios/first.json. Solver: z3 5.4.1.
-# vllm==0.30.0, first: 18 PROVED; NOT_APPLICABLE removal-keeps-state, live-state-kept, removal-frees-skipped, gate-covers-lifetime
-# vllm==0.30.0, first+checkpoint: 17 PROVED; NOT_APPLICABLE removal-keeps-state, live-state-kept, removal-frees-skipped, gate-covers-lifetime; REFUTED gate-covers-first-step
-# vllm==0.31.0, first: 18 PROVED; NOT_APPLICABLE removal-keeps-state, live-state-kept, removal-frees-skipped, gate-covers-lifetime
-# vllm==0.31.0, first+checkpoint: 17 PROVED; NOT_APPLICABLE removal-keeps-state, live-state-kept, removal-frees-skipped, gate-covers-lifetime; REFUTED gate-covers-first-step
-# vllm==0.33.0, first: 18 PROVED; NOT_APPLICABLE removal-keeps-state, live-state-kept, removal-frees-skipped, gate-covers-lifetime
-# vllm==0.33.0, first+checkpoint: 17 PROVED; NOT_APPLICABLE removal-keeps-state, live-state-kept, removal-frees-skipped, gate-covers-lifetime; REFUTED gate-covers-first-step
+# vllm==0.30.0, first: 18 PROVED; NOT_APPLICABLE removal-keeps-state, live-state-kept, removal-frees-skipped, removal-frees-ended, gate-covers-lifetime
+# vllm==0.30.0, first+checkpoint: 17 PROVED; NOT_APPLICABLE removal-keeps-state, live-state-kept, removal-frees-skipped, removal-frees-ended, gate-covers-lifetime; REFUTED gate-covers-first-step
+# vllm==0.31.0, first: 18 PROVED; NOT_APPLICABLE removal-keeps-state, live-state-kept, removal-frees-skipped, removal-frees-ended, gate-covers-lifetime
+# vllm==0.31.0, first+checkpoint: 17 PROVED; NOT_APPLICABLE removal-keeps-state, live-state-kept, removal-frees-skipped, removal-frees-ended, gate-covers-lifetime; REFUTED gate-covers-first-step
+# vllm==0.33.0, first: 18 PROVED; NOT_APPLICABLE removal-keeps-state, live-state-kept, removal-frees-skipped, removal-frees-ended, gate-covers-lifetime
+# vllm==0.33.0, first+checkpoint: 17 PROVED; NOT_APPLICABLE removal-keeps-state, live-state-kept, removal-frees-skipped, removal-frees-ended, gate-covers-lifetime; REFUTED gate-covers-first-step
 # No test of removal-keeps-state: a request without a table has no blocks to remove.
 # No test of live-state-kept: a request that starts without computed tokens reads no state.
 # No test of removal-frees-skipped: a request without a table has no blocks to remove.
+# No test of removal-frees-ended: the removal is the same before any other step of a request that runs.
 # No test of gate-covers-lifetime: it is about the prefill steps behind an admission without a hit.
 import pytest
 

@@ -2,15 +2,16 @@
 # Family hit-full: A waiting request is admitted with a local hit that ends on a block boundary.
 # Manager mamba-align: The align-mode manager of one Mamba group, by itself.
 # Scenarios: scenarios/hit-full.json. Solver: z3 5.4.1.
-# vllm==0.30.0, hit-full: 18 PROVED; NOT_APPLICABLE new-columns-returned, removal-keeps-state, removal-frees-skipped, gate-covers-lifetime
-# vllm==0.30.0, hit-full+checkpoint: 17 PROVED; NOT_APPLICABLE new-columns-returned, removal-keeps-state, removal-frees-skipped, gate-covers-lifetime; REFUTED gate-covers-first-step
-# vllm==0.31.0, hit-full: 18 PROVED; NOT_APPLICABLE new-columns-returned, removal-keeps-state, removal-frees-skipped, gate-covers-lifetime
-# vllm==0.31.0, hit-full+checkpoint: 17 PROVED; NOT_APPLICABLE new-columns-returned, removal-keeps-state, removal-frees-skipped, gate-covers-lifetime; REFUTED gate-covers-first-step
-# vllm==0.33.0, hit-full: 18 PROVED; NOT_APPLICABLE new-columns-returned, removal-keeps-state, removal-frees-skipped, gate-covers-lifetime
-# vllm==0.33.0, hit-full+checkpoint: 17 PROVED; NOT_APPLICABLE new-columns-returned, removal-keeps-state, removal-frees-skipped, gate-covers-lifetime; REFUTED gate-covers-first-step
+# vllm==0.30.0, hit-full: 18 PROVED; NOT_APPLICABLE new-columns-returned, removal-keeps-state, removal-frees-skipped, removal-frees-ended, gate-covers-lifetime
+# vllm==0.30.0, hit-full+checkpoint: 17 PROVED; NOT_APPLICABLE new-columns-returned, removal-keeps-state, removal-frees-skipped, removal-frees-ended, gate-covers-lifetime; REFUTED gate-covers-first-step
+# vllm==0.31.0, hit-full: 18 PROVED; NOT_APPLICABLE new-columns-returned, removal-keeps-state, removal-frees-skipped, removal-frees-ended, gate-covers-lifetime
+# vllm==0.31.0, hit-full+checkpoint: 17 PROVED; NOT_APPLICABLE new-columns-returned, removal-keeps-state, removal-frees-skipped, removal-frees-ended, gate-covers-lifetime; REFUTED gate-covers-first-step
+# vllm==0.33.0, hit-full: 18 PROVED; NOT_APPLICABLE new-columns-returned, removal-keeps-state, removal-frees-skipped, removal-frees-ended, gate-covers-lifetime
+# vllm==0.33.0, hit-full+checkpoint: 17 PROVED; NOT_APPLICABLE new-columns-returned, removal-keeps-state, removal-frees-skipped, removal-frees-ended, gate-covers-lifetime; REFUTED gate-covers-first-step
 # No test of new-columns-returned: the worker is handed the whole table of a request that was waiting: v1/core/sched/scheduler.py, Scheduler.schedule: req_to_new_blocks.
 # No test of removal-keeps-state: a request without a table has no blocks to remove.
 # No test of removal-frees-skipped: a request without a table has no blocks to remove.
+# No test of removal-frees-ended: the removal is the same before any other step of a request that runs.
 # No test of gate-covers-lifetime: it is about the prefill steps behind an admission without a hit.
 import pytest
 

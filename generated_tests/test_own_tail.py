@@ -2,18 +2,19 @@
 # Family own-tail: A running request's own partial tail block is cached and is copied on write.
 # Manager mamba-align: The align-mode manager of one Mamba group, by itself.
 # Scenarios: scenarios/own-tail.json. Solver: z3 5.4.1.
-# vllm==0.30.0, own-tail: 16 PROVED; REFUTED exact-estimate, matches-intended, peak-within-sizing, eventually-admitted; NOT_APPLICABLE gate-covers-lifetime, gate-covers-first-step
-# vllm==0.30.0, own-tail+checkpoint: 14 PROVED; REFUTED exact-estimate, bounded-demand, matches-intended, only-states-are-held, peak-within-sizing, eventually-admitted; NOT_APPLICABLE gate-covers-lifetime, gate-covers-first-step
-# vllm==0.30.0, own-tail+overwide: 16 PROVED; REFUTED exact-estimate, matches-intended; NOT_APPLICABLE peak-within-sizing, gate-covers-lifetime, eventually-admitted, gate-covers-first-step
-# vllm==0.30.0, own-tail+checkpoint+overwide: 13 PROVED; REFUTED exact-estimate, bounded-demand, matches-intended, checkpoint-recorded, only-states-are-held; NOT_APPLICABLE peak-within-sizing, gate-covers-lifetime, eventually-admitted, gate-covers-first-step
-# vllm==0.31.0, own-tail: 18 PROVED; REFUTED peak-within-sizing, eventually-admitted; NOT_APPLICABLE gate-covers-lifetime, gate-covers-first-step
-# vllm==0.31.0, own-tail+checkpoint: 16 PROVED; REFUTED matches-intended, only-states-are-held, peak-within-sizing, eventually-admitted; NOT_APPLICABLE gate-covers-lifetime, gate-covers-first-step
-# vllm==0.31.0, own-tail+overwide: 18 PROVED; NOT_APPLICABLE peak-within-sizing, gate-covers-lifetime, eventually-admitted, gate-covers-first-step
-# vllm==0.31.0, own-tail+checkpoint+overwide: 15 PROVED; REFUTED matches-intended, checkpoint-recorded, only-states-are-held; NOT_APPLICABLE peak-within-sizing, gate-covers-lifetime, eventually-admitted, gate-covers-first-step
-# vllm==0.33.0, own-tail: 18 PROVED; REFUTED peak-within-sizing, eventually-admitted; NOT_APPLICABLE gate-covers-lifetime, gate-covers-first-step
-# vllm==0.33.0, own-tail+checkpoint: 18 PROVED; REFUTED peak-within-sizing, eventually-admitted; NOT_APPLICABLE gate-covers-lifetime, gate-covers-first-step
-# vllm==0.33.0, own-tail+overwide: 18 PROVED; NOT_APPLICABLE peak-within-sizing, gate-covers-lifetime, eventually-admitted, gate-covers-first-step
-# vllm==0.33.0, own-tail+checkpoint+overwide: 16 PROVED; REFUTED matches-intended, checkpoint-recorded; NOT_APPLICABLE peak-within-sizing, gate-covers-lifetime, eventually-admitted, gate-covers-first-step
+# vllm==0.30.0, own-tail: 16 PROVED; REFUTED exact-estimate, matches-intended, peak-within-sizing, eventually-admitted; NOT_APPLICABLE removal-frees-ended, gate-covers-lifetime, gate-covers-first-step
+# vllm==0.30.0, own-tail+checkpoint: 14 PROVED; REFUTED exact-estimate, bounded-demand, matches-intended, only-states-are-held, peak-within-sizing, eventually-admitted; NOT_APPLICABLE removal-frees-ended, gate-covers-lifetime, gate-covers-first-step
+# vllm==0.30.0, own-tail+overwide: 16 PROVED; REFUTED exact-estimate, matches-intended; NOT_APPLICABLE removal-frees-ended, peak-within-sizing, gate-covers-lifetime, eventually-admitted, gate-covers-first-step
+# vllm==0.30.0, own-tail+checkpoint+overwide: 13 PROVED; REFUTED exact-estimate, bounded-demand, matches-intended, checkpoint-recorded, only-states-are-held; NOT_APPLICABLE removal-frees-ended, peak-within-sizing, gate-covers-lifetime, eventually-admitted, gate-covers-first-step
+# vllm==0.31.0, own-tail: 18 PROVED; NOT_APPLICABLE removal-frees-ended, gate-covers-lifetime, gate-covers-first-step; REFUTED peak-within-sizing, eventually-admitted
+# vllm==0.31.0, own-tail+checkpoint: 16 PROVED; REFUTED matches-intended, only-states-are-held, peak-within-sizing, eventually-admitted; NOT_APPLICABLE removal-frees-ended, gate-covers-lifetime, gate-covers-first-step
+# vllm==0.31.0, own-tail+overwide: 18 PROVED; NOT_APPLICABLE removal-frees-ended, peak-within-sizing, gate-covers-lifetime, eventually-admitted, gate-covers-first-step
+# vllm==0.31.0, own-tail+checkpoint+overwide: 15 PROVED; REFUTED matches-intended, checkpoint-recorded, only-states-are-held; NOT_APPLICABLE removal-frees-ended, peak-within-sizing, gate-covers-lifetime, eventually-admitted, gate-covers-first-step
+# vllm==0.33.0, own-tail: 18 PROVED; NOT_APPLICABLE removal-frees-ended, gate-covers-lifetime, gate-covers-first-step; REFUTED peak-within-sizing, eventually-admitted
+# vllm==0.33.0, own-tail+checkpoint: 18 PROVED; NOT_APPLICABLE removal-frees-ended, gate-covers-lifetime, gate-covers-first-step; REFUTED peak-within-sizing, eventually-admitted
+# vllm==0.33.0, own-tail+overwide: 18 PROVED; NOT_APPLICABLE removal-frees-ended, peak-within-sizing, gate-covers-lifetime, eventually-admitted, gate-covers-first-step
+# vllm==0.33.0, own-tail+checkpoint+overwide: 16 PROVED; REFUTED matches-intended, checkpoint-recorded; NOT_APPLICABLE removal-frees-ended, peak-within-sizing, gate-covers-lifetime, eventually-admitted, gate-covers-first-step
+# No test of removal-frees-ended: the removal is the same before any other step of a request that runs.
 # No test of gate-covers-lifetime: it is about the prefill steps behind an admission without a hit.
 # No test of gate-covers-first-step: v1/core/sched/scheduler.py, Scheduler.schedule asks the gate about waiting requests only.
 import pytest

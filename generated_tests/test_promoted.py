@@ -2,25 +2,26 @@
 # Family promoted: A parked request computes for the first time.
 # Manager mamba-align: The align-mode manager of one Mamba group, by itself.
 # Scenarios: scenarios/promoted.json. Solver: z3 5.4.1.
-# vllm==0.30.0, promoted: 19 PROVED; NOT_APPLICABLE new-columns-returned, gate-covers-lifetime, gate-covers-first-step
-# vllm==0.30.0, promoted+checkpoint: 13 PROVED; REFUTED exact-estimate, bounded-demand, matches-intended, only-states-are-held, peak-within-sizing, eventually-admitted; NOT_APPLICABLE new-columns-returned, gate-covers-lifetime, gate-covers-first-step
-# vllm==0.30.0, promoted+overwide: 15 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended; NOT_APPLICABLE new-columns-returned, gate-covers-lifetime, gate-covers-first-step
-# vllm==0.30.0, promoted+checkpoint+overwide: 9 PROVED; REFUTED no-undercount, exact-estimate, bounded-demand, estimate-nonnegative, matches-intended, checkpoint-recorded, retirement-recorded, only-states-are-held, peak-within-sizing, eventually-admitted; NOT_APPLICABLE new-columns-returned, gate-covers-lifetime, gate-covers-first-step
-# vllm==0.30.0, promoted+own-tail: 15 PROVED; REFUTED exact-estimate, matches-intended, peak-within-sizing, eventually-admitted; NOT_APPLICABLE new-columns-returned, gate-covers-lifetime, gate-covers-first-step
-# vllm==0.30.0, promoted+checkpoint+own-tail: 13 PROVED; REFUTED exact-estimate, bounded-demand, matches-intended, only-states-are-held, peak-within-sizing, eventually-admitted; NOT_APPLICABLE new-columns-returned, gate-covers-lifetime, gate-covers-first-step
-# vllm==0.31.0, promoted: 19 PROVED; NOT_APPLICABLE new-columns-returned, gate-covers-lifetime, gate-covers-first-step
-# vllm==0.31.0, promoted+checkpoint: 15 PROVED; REFUTED matches-intended, only-states-are-held, peak-within-sizing, eventually-admitted; NOT_APPLICABLE new-columns-returned, gate-covers-lifetime, gate-covers-first-step
-# vllm==0.31.0, promoted+overwide: 15 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended; NOT_APPLICABLE new-columns-returned, gate-covers-lifetime, gate-covers-first-step
-# vllm==0.31.0, promoted+checkpoint+overwide: 10 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended, checkpoint-recorded, retirement-recorded, only-states-are-held, peak-within-sizing, eventually-admitted; NOT_APPLICABLE new-columns-returned, gate-covers-lifetime, gate-covers-first-step
-# vllm==0.31.0, promoted+own-tail: 17 PROVED; NOT_APPLICABLE new-columns-returned, gate-covers-lifetime, gate-covers-first-step; REFUTED peak-within-sizing, eventually-admitted
-# vllm==0.31.0, promoted+checkpoint+own-tail: 15 PROVED; REFUTED matches-intended, only-states-are-held, peak-within-sizing, eventually-admitted; NOT_APPLICABLE new-columns-returned, gate-covers-lifetime, gate-covers-first-step
-# vllm==0.33.0, promoted: 19 PROVED; NOT_APPLICABLE new-columns-returned, gate-covers-lifetime, gate-covers-first-step
-# vllm==0.33.0, promoted+checkpoint: 19 PROVED; NOT_APPLICABLE new-columns-returned, gate-covers-lifetime, gate-covers-first-step
-# vllm==0.33.0, promoted+overwide: 15 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended; NOT_APPLICABLE new-columns-returned, gate-covers-lifetime, gate-covers-first-step
-# vllm==0.33.0, promoted+checkpoint+overwide: 13 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended, checkpoint-recorded, retirement-recorded; NOT_APPLICABLE new-columns-returned, gate-covers-lifetime, gate-covers-first-step
-# vllm==0.33.0, promoted+own-tail: 17 PROVED; NOT_APPLICABLE new-columns-returned, gate-covers-lifetime, gate-covers-first-step; REFUTED peak-within-sizing, eventually-admitted
-# vllm==0.33.0, promoted+checkpoint+own-tail: 17 PROVED; NOT_APPLICABLE new-columns-returned, gate-covers-lifetime, gate-covers-first-step; REFUTED peak-within-sizing, eventually-admitted
+# vllm==0.30.0, promoted: 19 PROVED; NOT_APPLICABLE new-columns-returned, removal-frees-ended, gate-covers-lifetime, gate-covers-first-step
+# vllm==0.30.0, promoted+checkpoint: 13 PROVED; REFUTED exact-estimate, bounded-demand, matches-intended, only-states-are-held, peak-within-sizing, eventually-admitted; NOT_APPLICABLE new-columns-returned, removal-frees-ended, gate-covers-lifetime, gate-covers-first-step
+# vllm==0.30.0, promoted+overwide: 15 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended; NOT_APPLICABLE new-columns-returned, removal-frees-ended, gate-covers-lifetime, gate-covers-first-step
+# vllm==0.30.0, promoted+checkpoint+overwide: 9 PROVED; REFUTED no-undercount, exact-estimate, bounded-demand, estimate-nonnegative, matches-intended, checkpoint-recorded, retirement-recorded, only-states-are-held, peak-within-sizing, eventually-admitted; NOT_APPLICABLE new-columns-returned, removal-frees-ended, gate-covers-lifetime, gate-covers-first-step
+# vllm==0.30.0, promoted+own-tail: 15 PROVED; REFUTED exact-estimate, matches-intended, peak-within-sizing, eventually-admitted; NOT_APPLICABLE new-columns-returned, removal-frees-ended, gate-covers-lifetime, gate-covers-first-step
+# vllm==0.30.0, promoted+checkpoint+own-tail: 13 PROVED; REFUTED exact-estimate, bounded-demand, matches-intended, only-states-are-held, peak-within-sizing, eventually-admitted; NOT_APPLICABLE new-columns-returned, removal-frees-ended, gate-covers-lifetime, gate-covers-first-step
+# vllm==0.31.0, promoted: 19 PROVED; NOT_APPLICABLE new-columns-returned, removal-frees-ended, gate-covers-lifetime, gate-covers-first-step
+# vllm==0.31.0, promoted+checkpoint: 15 PROVED; REFUTED matches-intended, only-states-are-held, peak-within-sizing, eventually-admitted; NOT_APPLICABLE new-columns-returned, removal-frees-ended, gate-covers-lifetime, gate-covers-first-step
+# vllm==0.31.0, promoted+overwide: 15 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended; NOT_APPLICABLE new-columns-returned, removal-frees-ended, gate-covers-lifetime, gate-covers-first-step
+# vllm==0.31.0, promoted+checkpoint+overwide: 10 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended, checkpoint-recorded, retirement-recorded, only-states-are-held, peak-within-sizing, eventually-admitted; NOT_APPLICABLE new-columns-returned, removal-frees-ended, gate-covers-lifetime, gate-covers-first-step
+# vllm==0.31.0, promoted+own-tail: 17 PROVED; NOT_APPLICABLE new-columns-returned, removal-frees-ended, gate-covers-lifetime, gate-covers-first-step; REFUTED peak-within-sizing, eventually-admitted
+# vllm==0.31.0, promoted+checkpoint+own-tail: 15 PROVED; REFUTED matches-intended, only-states-are-held, peak-within-sizing, eventually-admitted; NOT_APPLICABLE new-columns-returned, removal-frees-ended, gate-covers-lifetime, gate-covers-first-step
+# vllm==0.33.0, promoted: 19 PROVED; NOT_APPLICABLE new-columns-returned, removal-frees-ended, gate-covers-lifetime, gate-covers-first-step
+# vllm==0.33.0, promoted+checkpoint: 19 PROVED; NOT_APPLICABLE new-columns-returned, removal-frees-ended, gate-covers-lifetime, gate-covers-first-step
+# vllm==0.33.0, promoted+overwide: 15 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended; NOT_APPLICABLE new-columns-returned, removal-frees-ended, gate-covers-lifetime, gate-covers-first-step
+# vllm==0.33.0, promoted+checkpoint+overwide: 13 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended, checkpoint-recorded, retirement-recorded; NOT_APPLICABLE new-columns-returned, removal-frees-ended, gate-covers-lifetime, gate-covers-first-step
+# vllm==0.33.0, promoted+own-tail: 17 PROVED; NOT_APPLICABLE new-columns-returned, removal-frees-ended, gate-covers-lifetime, gate-covers-first-step; REFUTED peak-within-sizing, eventually-admitted
+# vllm==0.33.0, promoted+checkpoint+own-tail: 17 PROVED; NOT_APPLICABLE new-columns-returned, removal-frees-ended, gate-covers-lifetime, gate-covers-first-step; REFUTED peak-within-sizing, eventually-admitted
 # No test of new-columns-returned: the worker is handed the whole table of a request that was waiting: v1/core/sched/scheduler.py, Scheduler.schedule: req_to_new_blocks.
+# No test of removal-frees-ended: the removal is the same before any other step of a request that runs.
 # No test of gate-covers-lifetime: it is about the prefill steps behind an admission without a hit.
 # No test of gate-covers-first-step: v1/core/sched/scheduler.py, Scheduler.schedule asks the gate about waiting requests only.
 import pytest

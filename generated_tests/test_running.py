@@ -2,17 +2,24 @@
 # Family running: A running request computes a prefill chunk and keeps no internal checkpoint.
 # Manager mamba-align: The align-mode manager of one Mamba group, by itself.
 # Scenarios: scenarios/running.json. Solver: z3 5.4.1.
-# vllm==0.30.0, running: 20 PROVED; NOT_APPLICABLE gate-covers-first-step; REFUTED gate-covers-lifetime
-# vllm==0.30.0, running+overwide: 14 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended; NOT_APPLICABLE peak-within-sizing, eventually-admitted, gate-covers-first-step, gate-covers-lifetime
-# vllm==0.31.0, running: 20 PROVED; NOT_APPLICABLE gate-covers-first-step; REFUTED gate-covers-lifetime
-# vllm==0.31.0, running+overwide: 14 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended; NOT_APPLICABLE peak-within-sizing, eventually-admitted, gate-covers-first-step, gate-covers-lifetime
-# vllm==0.33.0, running: 20 PROVED; NOT_APPLICABLE gate-covers-first-step; REFUTED gate-covers-lifetime
-# vllm==0.33.0, running+overwide: 14 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended; NOT_APPLICABLE peak-within-sizing, eventually-admitted, gate-covers-first-step, gate-covers-lifetime
+# vllm==0.30.0, running: 21 PROVED; NOT_APPLICABLE gate-covers-first-step; REFUTED gate-covers-lifetime
+# vllm==0.30.0, running+overwide: 14 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended; NOT_APPLICABLE removal-frees-ended, peak-within-sizing, eventually-admitted, gate-covers-first-step, gate-covers-lifetime
+# vllm==0.31.0, running: 21 PROVED; NOT_APPLICABLE gate-covers-first-step; REFUTED gate-covers-lifetime
+# vllm==0.31.0, running+overwide: 14 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended; NOT_APPLICABLE removal-frees-ended, peak-within-sizing, eventually-admitted, gate-covers-first-step, gate-covers-lifetime
+# vllm==0.33.0, running: 21 PROVED; NOT_APPLICABLE gate-covers-first-step; REFUTED gate-covers-lifetime
+# vllm==0.33.0, running+overwide: 14 PROVED; REFUTED no-undercount, exact-estimate, estimate-nonnegative, matches-intended; NOT_APPLICABLE removal-frees-ended, peak-within-sizing, eventually-admitted, gate-covers-first-step, gate-covers-lifetime
 # No test of gate-covers-first-step: v1/core/sched/scheduler.py, Scheduler.schedule asks the gate about waiting requests only.
 import pytest
 
 from conformance.scenario import Expect
-from conformance.steps import admitted_by_gate, chunk, greatest_demand, last_of
+from conformance.steps import (
+    admitted_by_gate,
+    chunk,
+    greatest_demand,
+    in_flight,
+    last_of,
+    with_nothing_in_flight,
+)
 from spec.vocabulary import Geometry
 
 # A row: a pool of `num_gpu_blocks`, null block included; the steps of a request in the words of
@@ -33,9 +40,9 @@ ROWS = [
         pytest.mark.refuted(theorem="exact-estimate", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 0", "vllm==0.31.0": "estimates -1, draws 0, needs 0", "vllm==0.33.0": "estimates -1, draws 0, needs 0"}, raises=AssertionError),
         pytest.mark.refuted(theorem="estimate-nonnegative", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 0", "vllm==0.31.0": "estimates -1, draws 0, needs 0", "vllm==0.33.0": "estimates -1, draws 0, needs 0"}, raises=AssertionError),
         pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 0", "vllm==0.31.0": "estimates -1, draws 0, needs 0", "vllm==0.33.0": "estimates -1, draws 0, needs 0"}, raises=AssertionError),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
     ]),
     pytest.param(Geometry(16, 4, 0, 0, 4, False), 16, [chunk(0, 1), chunk(1, 2)], Expect(0, 1, None, -1), id="b16-h4-s0-k0-a4-tokens-1-2"),
     pytest.param(Geometry(16, 4, 0, 0, 4, False), 16, [chunk(0, 1), chunk(1, 3)], Expect(0, 1, None, -1), id="b16-h4-s0-k0-a4-tokens-1-3"),
@@ -62,19 +69,19 @@ ROWS = [
         pytest.mark.refuted(theorem="exact-estimate", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 0", "vllm==0.31.0": "estimates -1, draws 0, needs 0", "vllm==0.33.0": "estimates -1, draws 0, needs 0"}, raises=AssertionError),
         pytest.mark.refuted(theorem="estimate-nonnegative", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 0", "vllm==0.31.0": "estimates -1, draws 0, needs 0", "vllm==0.33.0": "estimates -1, draws 0, needs 0"}, raises=AssertionError),
         pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 0", "vllm==0.31.0": "estimates -1, draws 0, needs 0", "vllm==0.33.0": "estimates -1, draws 0, needs 0"}, raises=AssertionError),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
     ]),
     pytest.param(Geometry(16, 4, 0, 0, 4, False), 17, [chunk(0, 17), chunk(1, 33)], Expect(1, 3, None, 1), id="b16-h4-s0-k0-a4-tokens-17-33-back-to-1", marks=[
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
     ]),
     pytest.param(Geometry(16, 4, 0, 0, 4, False), 17, [chunk(0, 17), chunk(1, 49)], Expect(1, 4, None, 1), id="b16-h4-s0-k0-a4-tokens-17-49-back-to-1", marks=[
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
     ]),
     pytest.param(Geometry(16, 4, 0, 1, 4, False), 17, [chunk(0, 4, prefill_end=34), chunk(4, 33, prefill_end=34)], Expect(1, 3, None, 0), id="b16-h4-s0-k1-a4-tokens-4-33-sparse-34", marks=[
         pytest.mark.not_applicable(targets={"vllm==0.30.0": "this release is not told where the prefill ends"}),
@@ -100,19 +107,19 @@ ROWS = [
     pytest.param(Geometry(16, 4, 1, 0, 4, False), 19, [chunk(0, 1), chunk(1, 65)], Expect(1, 6, None, 0), id="b16-h4-s1-k0-a4-tokens-1-65"),
     pytest.param(Geometry(16, 4, 1, 0, 4, False), 19, [chunk(0, 1), chunk(1, 1_048_576)], Expect(1, 65_537, None, 0), id="b16-h4-s1-k0-a4-tokens-1-1048576"),
     pytest.param(Geometry(16, 4, 1, 0, 4, False), 19, [chunk(0, 17), chunk(1, 33)], Expect(1, 4, None, 1), id="b16-h4-s1-k0-a4-tokens-17-33-back-to-1", marks=[
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
     ]),
     pytest.param(Geometry(16, 4, 1, 0, 4, False), 19, [chunk(0, 17), chunk(1, 49)], Expect(1, 5, None, 1), id="b16-h4-s1-k0-a4-tokens-17-49-back-to-1", marks=[
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
     ]),
     pytest.param(Geometry(16, 4, 1, 0, 4, False), 19, [chunk(0, 17), chunk(1, 65)], Expect(1, 6, None, 1), id="b16-h4-s1-k0-a4-tokens-17-65-back-to-1", marks=[
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
     ]),
     pytest.param(Geometry(16, 4, 1, 1, 4, False), 19, [chunk(0, 4, prefill_end=34), chunk(4, 33, prefill_end=34)], Expect(1, 4, None, 0), id="b16-h4-s1-k1-a4-tokens-4-33-sparse-34", marks=[
         pytest.mark.not_applicable(targets={"vllm==0.30.0": "this release is not told where the prefill ends"}),
@@ -141,19 +148,19 @@ ROWS = [
     pytest.param(Geometry(16, 4, 2, 0, 4, False), 21, [chunk(0, 1), chunk(1, 81)], Expect(1, 8, None, 0), id="b16-h4-s2-k0-a4-tokens-1-81"),
     pytest.param(Geometry(16, 4, 2, 0, 4, False), 21, [chunk(0, 1), chunk(1, 1_048_576)], Expect(1, 65_538, None, 0), id="b16-h4-s2-k0-a4-tokens-1-1048576"),
     pytest.param(Geometry(16, 4, 2, 0, 4, False), 21, [chunk(0, 17), chunk(1, 49)], Expect(1, 6, None, 1), id="b16-h4-s2-k0-a4-tokens-17-49-back-to-1", marks=[
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
     ]),
     pytest.param(Geometry(16, 4, 2, 0, 4, False), 21, [chunk(0, 17), chunk(1, 65)], Expect(1, 7, None, 1), id="b16-h4-s2-k0-a4-tokens-17-65-back-to-1", marks=[
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
     ]),
     pytest.param(Geometry(16, 4, 2, 0, 4, False), 21, [chunk(0, 17), chunk(1, 81)], Expect(1, 8, None, 1), id="b16-h4-s2-k0-a4-tokens-17-81-back-to-1", marks=[
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
     ]),
     pytest.param(Geometry(16, 4, 2, 1, 4, False), 21, [chunk(0, 4, prefill_end=50), chunk(4, 49, prefill_end=50)], Expect(1, 6, None, 0), id="b16-h4-s2-k1-a4-tokens-4-49-sparse-50", marks=[
         pytest.mark.not_applicable(targets={"vllm==0.30.0": "this release is not told where the prefill ends"}),
@@ -312,44 +319,44 @@ ROWS = [
     pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [chunk(0, 1), chunk(1, 177)], Expect(1, 20, None, 0), id="b16-h4-s8-k0-a4-tokens-1-177"),
     pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [chunk(0, 1), chunk(1, 1_048_576)], Expect(1, 65_544, None, 0), id="b16-h4-s8-k0-a4-tokens-1-1048576"),
     pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [chunk(0, 17), chunk(1, 65)], Expect(1, 13, None, 1), id="b16-h4-s8-k0-a4-tokens-17-65-back-to-1", marks=[
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
     ]),
     pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [chunk(0, 17), chunk(1, 81)], Expect(1, 14, None, 1), id="b16-h4-s8-k0-a4-tokens-17-81-back-to-1", marks=[
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
     ]),
     pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [chunk(0, 17), chunk(1, 97)], Expect(1, 15, None, 1), id="b16-h4-s8-k0-a4-tokens-17-97-back-to-1", marks=[
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
     ]),
     pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [chunk(0, 17), chunk(1, 113)], Expect(1, 16, None, 1), id="b16-h4-s8-k0-a4-tokens-17-113-back-to-1", marks=[
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
     ]),
     pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [chunk(0, 17), chunk(1, 129)], Expect(1, 17, None, 1), id="b16-h4-s8-k0-a4-tokens-17-129-back-to-1", marks=[
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
     ]),
     pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [chunk(0, 17), chunk(1, 145)], Expect(1, 18, None, 1), id="b16-h4-s8-k0-a4-tokens-17-145-back-to-1", marks=[
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
     ]),
     pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [chunk(0, 17), chunk(1, 161)], Expect(1, 19, None, 1), id="b16-h4-s8-k0-a4-tokens-17-161-back-to-1", marks=[
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
     ]),
     pytest.param(Geometry(16, 4, 8, 0, 4, False), 33, [chunk(0, 17), chunk(1, 177)], Expect(1, 20, None, 1), id="b16-h4-s8-k0-a4-tokens-17-177-back-to-1", marks=[
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
     ]),
     pytest.param(Geometry(16, 4, 8, 1, 4, False), 33, [chunk(0, 4, prefill_end=146), chunk(4, 145, prefill_end=146)], Expect(1, 18, None, 0), id="b16-h4-s8-k1-a4-tokens-4-145-sparse-146", marks=[
         pytest.mark.not_applicable(targets={"vllm==0.30.0": "this release is not told where the prefill ends"}),
@@ -357,6 +364,8 @@ ROWS = [
     pytest.param(Geometry(16, 4, 8, 1, 4, False), 33, [chunk(0, 4, prefill_end=162), chunk(4, 161, prefill_end=162)], Expect(1, 19, None, 0), id="b16-h4-s8-k1-a4-tokens-4-161-sparse-162", marks=[
         pytest.mark.not_applicable(targets={"vllm==0.30.0": "this release is not told where the prefill ends"}),
     ]),
+    pytest.param(Geometry(16, 16, 0, 0, 1, False), 25, [chunk(0, 48), in_flight(48, chunk(48, 96)), in_flight(48, chunk(96, 144)), in_flight(48, chunk(144, 192))], Expect(1, 12, None, 8), id="b16-h16-s0-k0-a1-tokens-48-96-144-192-in-flight"),
+    pytest.param(Geometry(16, 16, 2, 0, 1, False), 33, [chunk(0, 48), in_flight(48, chunk(48, 96)), in_flight(48, chunk(96, 144)), in_flight(48, chunk(144, 192))], Expect(1, 14, None, 8), id="b16-h16-s2-k0-a1-tokens-48-96-144-192-in-flight"),
     pytest.param(Geometry(64, 8, 0, 1, 16, True), 17, [chunk(0, 16), chunk(16, 100)], Expect(1, 2, None, 0), id="b64-h8-s0-k1-a16-eagle-tokens-16-100", marks=[
         pytest.mark.not_applicable(targets={"vllm==0.33.0": "this release places checkpoints by another rule"}),
     ]),
@@ -368,16 +377,16 @@ ROWS = [
         pytest.mark.refuted(theorem="exact-estimate", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 0", "vllm==0.31.0": "estimates -1, draws 0, needs 0", "vllm==0.33.0": "estimates -1, draws 0, needs 0"}, raises=AssertionError),
         pytest.mark.refuted(theorem="estimate-nonnegative", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 0", "vllm==0.31.0": "estimates -1, draws 0, needs 0", "vllm==0.33.0": "estimates -1, draws 0, needs 0"}, raises=AssertionError),
         pytest.mark.refuted(theorem="matches-intended", targets={"vllm==0.30.0": "estimates -1, draws 0, needs 0", "vllm==0.31.0": "estimates -1, draws 0, needs 0", "vllm==0.33.0": "estimates -1, draws 0, needs 0"}, raises=AssertionError),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
-        pytest.mark.not_applicable(theorems=["peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.30.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.31.0": "the theorem is not about this release"}),
+        pytest.mark.not_applicable(theorems=["removal-frees-ended", "peak-within-sizing", "gate-covers-lifetime", "eventually-admitted"], targets={"vllm==0.33.0": "the theorem is not about this release"}),
     ]),
 ]
 # fmt: on
 
 
 @pytest.mark.theorem("no-undercount")
-@pytest.mark.parametrize(COLUMNS, ROWS)
+@pytest.mark.parametrize(COLUMNS, with_nothing_in_flight(ROWS))
 def test_step_draws_no_more_than_estimated(driver, geometry, num_gpu_blocks, steps, expect):
     """A step draws no more blocks than were estimated."""
     request = driver.request(geometry, num_gpu_blocks)
@@ -389,7 +398,7 @@ def test_step_draws_no_more_than_estimated(driver, geometry, num_gpu_blocks, ste
 
 
 @pytest.mark.theorem("dry-run-parity")
-@pytest.mark.parametrize(COLUMNS, ROWS)
+@pytest.mark.parametrize(COLUMNS, with_nothing_in_flight(ROWS))
 def test_dry_run_equals_estimate(driver, geometry, num_gpu_blocks, steps, expect):
     """The dry run and the allocation estimate, other arguments equal, are the same number."""
     request = driver.request(geometry, num_gpu_blocks)
@@ -401,7 +410,7 @@ def test_dry_run_equals_estimate(driver, geometry, num_gpu_blocks, steps, expect
 
 
 @pytest.mark.theorem("dry-run-pure")
-@pytest.mark.parametrize(COLUMNS, ROWS)
+@pytest.mark.parametrize(COLUMNS, with_nothing_in_flight(ROWS))
 def test_dry_run_changes_nothing(driver, geometry, num_gpu_blocks, steps, expect):
     """A dry run changes nothing that can be observed."""
     request = driver.request(geometry, num_gpu_blocks)
@@ -413,7 +422,7 @@ def test_dry_run_changes_nothing(driver, geometry, num_gpu_blocks, steps, expect
 
 
 @pytest.mark.theorem("exact-estimate")
-@pytest.mark.parametrize(COLUMNS, ROWS)
+@pytest.mark.parametrize(COLUMNS, with_nothing_in_flight(ROWS))
 def test_estimate_is_what_the_step_draws(driver, geometry, num_gpu_blocks, steps, expect):
     """The estimate is the number of blocks that the step draws."""
     request = driver.request(geometry, num_gpu_blocks)
@@ -425,7 +434,7 @@ def test_estimate_is_what_the_step_draws(driver, geometry, num_gpu_blocks, steps
 
 
 @pytest.mark.theorem("bounded-demand")
-@pytest.mark.parametrize(COLUMNS, ROWS)
+@pytest.mark.parametrize(COLUMNS, with_nothing_in_flight(ROWS))
 def test_estimate_is_bounded_whatever_the_token_count(
     driver, geometry, num_gpu_blocks, steps, expect
 ):
@@ -441,7 +450,7 @@ def test_estimate_is_bounded_whatever_the_token_count(
 
 
 @pytest.mark.theorem("estimate-nonnegative")
-@pytest.mark.parametrize(COLUMNS, ROWS)
+@pytest.mark.parametrize(COLUMNS, with_nothing_in_flight(ROWS))
 def test_estimate_is_not_negative(driver, geometry, num_gpu_blocks, steps, expect):
     """The estimate is not negative, so that no group's estimate cancels another's."""
     request = driver.request(geometry, num_gpu_blocks)
@@ -453,7 +462,7 @@ def test_estimate_is_not_negative(driver, geometry, num_gpu_blocks, steps, expec
 
 
 @pytest.mark.theorem("allocation-succeeds")
-@pytest.mark.parametrize(COLUMNS, ROWS)
+@pytest.mark.parametrize(COLUMNS, with_nothing_in_flight(ROWS))
 def test_allocation_succeeds_on_a_pool_that_passes_the_check(
     driver, geometry, num_gpu_blocks, steps, expect
 ):
@@ -467,7 +476,7 @@ def test_allocation_succeeds_on_a_pool_that_passes_the_check(
 
 
 @pytest.mark.theorem("matches-intended")
-@pytest.mark.parametrize(COLUMNS, ROWS)
+@pytest.mark.parametrize(COLUMNS, with_nothing_in_flight(ROWS))
 def test_estimate_and_drawn_are_the_intended_need(driver, geometry, num_gpu_blocks, steps, expect):
     """Estimate and drawn are what the intended model says the step needs."""
     request = driver.request(geometry, num_gpu_blocks)
@@ -480,7 +489,7 @@ def test_estimate_and_drawn_are_the_intended_need(driver, geometry, num_gpu_bloc
 
 
 @pytest.mark.theorem("state-invariant")
-@pytest.mark.parametrize(COLUMNS, ROWS)
+@pytest.mark.parametrize(COLUMNS, with_nothing_in_flight(ROWS))
 def test_table_ends_with_running_state_and_speculative_blocks(
     driver, geometry, num_gpu_blocks, steps, expect
 ):
@@ -497,7 +506,7 @@ def test_table_ends_with_running_state_and_speculative_blocks(
 
 
 @pytest.mark.theorem("checkpoint-recorded")
-@pytest.mark.parametrize(COLUMNS, ROWS)
+@pytest.mark.parametrize(COLUMNS, with_nothing_in_flight(ROWS))
 def test_checkpoint_is_pending_exactly_after_a_step_that_keeps_one(
     driver, geometry, num_gpu_blocks, steps, expect
 ):
@@ -514,7 +523,7 @@ def test_checkpoint_is_pending_exactly_after_a_step_that_keeps_one(
 
 
 @pytest.mark.theorem("new-columns-returned")
-@pytest.mark.parametrize(COLUMNS, ROWS)
+@pytest.mark.parametrize(COLUMNS, with_nothing_in_flight(ROWS))
 def test_step_returns_the_blocks_of_the_columns_that_it_adds(
     driver, geometry, num_gpu_blocks, steps, expect
 ):
@@ -528,7 +537,7 @@ def test_step_returns_the_blocks_of_the_columns_that_it_adds(
 
 
 @pytest.mark.theorem("no-block-twice")
-@pytest.mark.parametrize(COLUMNS, ROWS)
+@pytest.mark.parametrize(COLUMNS, with_nothing_in_flight(ROWS))
 def test_no_block_stands_in_two_columns(driver, geometry, num_gpu_blocks, steps, expect):
     """No block stands in two columns of the request's table."""
     request = driver.request(geometry, num_gpu_blocks)
@@ -540,7 +549,7 @@ def test_no_block_stands_in_two_columns(driver, geometry, num_gpu_blocks, steps,
 
 
 @pytest.mark.theorem("retirement-recorded")
-@pytest.mark.parametrize(COLUMNS, ROWS)
+@pytest.mark.parametrize(COLUMNS, with_nothing_in_flight(ROWS))
 def test_column_of_the_state_that_the_step_started_from_is_the_next_to_free(
     driver, geometry, num_gpu_blocks, steps, expect
 ):
@@ -572,7 +581,7 @@ def test_removal_of_skipped_blocks_leaves_the_running_state_in_place(
 
 
 @pytest.mark.theorem("live-state-kept")
-@pytest.mark.parametrize(COLUMNS, ROWS)
+@pytest.mark.parametrize(COLUMNS, with_nothing_in_flight(ROWS))
 def test_state_that_the_step_starts_from_stays_where_it_is_read(
     driver, geometry, num_gpu_blocks, steps, expect
 ):
@@ -588,7 +597,7 @@ def test_state_that_the_step_starts_from_stays_where_it_is_read(
 
 
 @pytest.mark.theorem("only-states-are-held")
-@pytest.mark.parametrize(COLUMNS, ROWS)
+@pytest.mark.parametrize(COLUMNS, with_nothing_in_flight(ROWS))
 def test_blocks_stand_only_in_columns_of_states(driver, geometry, num_gpu_blocks, steps, expect):
     """After a step blocks stand only in the columns of states: the one that it started from, its
     checkpoint, the running state and the drafts behind it.
@@ -615,8 +624,24 @@ def test_removal_of_skipped_blocks_leaves_none_before_the_running_state(
     assert step.removal_freed_skipped
 
 
-@pytest.mark.theorem("conservation")
+@pytest.mark.theorem("removal-frees-ended")
 @pytest.mark.parametrize(COLUMNS, ROWS)
+def test_removal_of_skipped_blocks_leaves_none_before_the_last_token_that_is_not_in_flight(
+    driver, geometry, num_gpu_blocks, steps, expect
+):
+    """Whatever is in flight, removing skipped blocks leaves none before the state of the last
+    token whose step has ended.
+    """
+    request = driver.request(geometry, num_gpu_blocks)
+
+    step = last_of(request, steps)
+
+    assert step.raised is None
+    assert step.removal_freed_ended
+
+
+@pytest.mark.theorem("conservation")
+@pytest.mark.parametrize(COLUMNS, with_nothing_in_flight(ROWS))
 def test_every_block_drawn_is_held_and_none_is_given_back(
     driver, geometry, num_gpu_blocks, steps, expect
 ):
@@ -632,7 +657,7 @@ def test_every_block_drawn_is_held_and_none_is_given_back(
 
 
 @pytest.mark.theorem("peak-within-sizing")
-@pytest.mark.parametrize(COLUMNS, ROWS)
+@pytest.mark.parametrize(COLUMNS, with_nothing_in_flight(ROWS))
 def test_request_holds_no_more_than_the_startup_sizing_reserves(
     driver, geometry, num_gpu_blocks, steps, expect
 ):
@@ -662,7 +687,7 @@ def test_gate_asks_for_at_least_what_a_later_prefill_step_holds(
 
 
 @pytest.mark.theorem("eventually-admitted")
-@pytest.mark.parametrize(COLUMNS, ROWS)
+@pytest.mark.parametrize(COLUMNS, with_nothing_in_flight(ROWS))
 def test_request_that_has_what_is_reserved_to_itself_is_let_pass(
     driver, geometry, num_gpu_blocks, steps, expect
 ):
