@@ -352,9 +352,10 @@ def parse_geometry(field: Field) -> Geometry:
         hash_block_size=hash_block_size,
         num_speculative_blocks=content["num_speculative_blocks"].integer(),
         num_prefill_checkpoint_blocks=num_checkpoint_blocks,
-        # Without checkpoint blocks nobody reads the alignment, so 0 may stand for "none".
-        prefill_checkpoint_alignment=content["prefill_checkpoint_alignment"].integer(
-            least=1 if num_checkpoint_blocks else 0
+        # Without checkpoint blocks 0 stands for "none", and any alignment will do.
+        prefill_checkpoint_alignment=(
+            content["prefill_checkpoint_alignment"].integer(least=int(num_checkpoint_blocks > 0))
+            or 1
         ),
         drop_eagle_checkpoint_block=content["drop_eagle_checkpoint_block"].boolean(),
         **_parse_optional_sizes(content, hash_block_size),
