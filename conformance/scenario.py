@@ -287,7 +287,8 @@ def _parse_scenario(field: Field) -> Scenario:
     if num_mamba_groups not in MAMBA_GROUPS_OF[manager]:
         known = " or ".join(map(str, MAMBA_GROUPS_OF[manager]))
         reason = f"{num_mamba_groups} Mamba groups; {manager} has {known}"
-        raise content.get("num_mamba_groups", field).refuse(reason)
+        at = f"{field.path}.num_mamba_groups" if field.path else "num_mamba_groups"
+        raise Field(num_mamba_groups, at).refuse(reason)
     steps = content["steps"].items()
     if not steps:
         raise content["steps"].refuse("a scenario has at least one step")
