@@ -281,12 +281,23 @@ def conform(
     metavar="FILE",
     help="Write the picture of the first target as SVG.",
 )
+@click.option(
+    "--shrink", is_flag=True, help="First make it smaller, while it breaks the same theorem."
+)
+@click.option(
+    "--save",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the scenario that --shrink ends with.",
+)
 def replay(
     scenario_file: Path,
     targets: tuple[str, ...],
     tier: str,
     draw: bool,
     draw_svg: Path | None,
+    shrink: bool,
+    save: Path | None,
 ) -> int:
     """Replay a scenario, by default where it shows a fault, or a life, on the real manager."""
     from conformance import drawing, life_files, workload
@@ -300,8 +311,11 @@ def replay(
     kind = None
     with suppress(OSError, ValueError):  # `load` says what is wrong with it.
         kind = kind_of(scenario_file.read_bytes())
-    if kind in (workload.KIND, life_files.KIND) and (draw or draw_svg):
-        raise CannotRun(f"{scenario_file}: a {kind} has no picture; name a scenario")
+    if kind in (workload.KIND, life_files.KIND) and (draw or draw_svg or shrink):
+        undone = "is not shrunk" if shrink else "has no picture"
+        raise CannotRun(f"{scenario_file}: a {kind} {undone}; name a scenario")
+    if save is not None and not shrink:
+        raise CannotRun("--save: there is nothing to write without --shrink")
     if kind == workload.KIND:
         return _run_workloads([workload.load(scenario_file)], targets, tier)
     if kind == life_files.KIND:
@@ -314,7 +328,11 @@ def replay(
         _check_svg(draw_svg, scenario_file, len(scenarios))
     console = _console()
     worst, not_run = AS_EXPECTED, []
-    for tree in _resolved(targets or tuple(predicted) or DEFAULT_TARGETS):
+    trees = _resolved(targets or tuple(predicted) or DEFAULT_TARGETS)
+    if shrink:
+        scenarios = [_shrunk(scenarios, scenario_file, trees, save)]
+    shows: list[str] = []
+    for tree in trees:
         results = replay_in(
             tree.root, tier, scenarios, target=tree.target, with_tables=draw or bool(draw_svg)
         )
@@ -325,15 +343,52 @@ def replay(
             if draw_svg is not None and result.steps:
                 _write(draw_svg, svg(picture(scenario, result)))
                 draw_svg = None
+            shows += [tree.target] if result.theorem_holds is False else []
             if result.outcome is Outcome.COULD_NOT_RUN:
                 not_run.append(f"{tree.target}: {result.detail}")
+            elif shrink:
+                continue  # nothing is predicted of it; what it shows is said below
             elif result.outcome is Outcome.DISAGREES or (
                 result.outcome is Outcome.NOT_PREDICTED and result.theorem_holds is False
             ):
                 worst = NOT_AS_EXPECTED
     if not_run:
         raise CannotRun(f"{len(not_run)} replays could not be run, the first on {not_run[0]}")
+    if shrink:
+        others = [tree.target for tree in trees if tree.target not in shows]
+        elsewhere = f"; not on {', '.join(others)}" if others else ""
+        _print(console, f"reproduces on {', '.join(shows) or 'none'}{elsewhere}")
+        return AS_EXPECTED if shows else NOT_AS_EXPECTED
     return worst
+
+
+def _shrunk(
+    scenarios: Sequence[Any], scenario_file: Path, trees: Sequence[Tree], save: Path | None
+) -> Any:
+    """Shrink a scenario on the first target that shows it (core tier), and write what is left."""
+    from conformance.driver import BindingError, core_driver
+    from conformance.scenario import dumps
+    from conformance.shrink import NothingToShrink, is_ours
+    from conformance.shrink import shrink as shrink_on
+
+    if len(scenarios) > 1:
+        raise CannotRun(f"{scenario_file}: holds {len(scenarios)} scenarios; --shrink takes one")
+    _check_writable("--save", save)
+    if save is not None and save.exists() and not is_ours(save):
+        raise CannotRun(f"--save {save}: was not written by --shrink; name another file")
+    reasons = []
+    for tree in trees:
+        try:
+            found = shrink_on(scenarios[0], core_driver(tree.root), tree.target)
+        except (NothingToShrink, BindingError) as error:
+            reasons.append(str(error))
+            continue
+        if save is not None:
+            _write(save, dumps(found.scenario))
+        end = "no smaller one shows it" if found.is_least else "the most that are judged"
+        click.echo(f"shrunk on {tree.target}: {found.num_candidates} candidates, {end}")
+        return found.scenario
+    raise CannotRun(f"nothing to shrink: {reasons[0]}")
 
 
 @cli.command()

@@ -432,7 +432,7 @@ def _word_for(
         external = {"local": local, "external": step.num_external_tokens}
         if step.loads_asynchronously:
             return steps.park, [], _unusual({**external, **hit, **others})
-        return steps.load, [], _unusual({**external, "end": end, **hit, **others})
+        return steps.load, [], {**_unusual(external), "end": end, **_unusual({**hit, **others})}
     if step.num_hit_blocks:
         return steps.hit, [start, end], _unusual({**hit, **others})
     brought = {} if local == start else {"local": local}

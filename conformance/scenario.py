@@ -289,7 +289,8 @@ def _parse_scenario(field: Field) -> Scenario:
     if num_mamba_groups not in MAMBA_GROUPS_OF[manager]:
         known = " or ".join(map(str, MAMBA_GROUPS_OF[manager]))
         reason = f"{num_mamba_groups} Mamba groups; {manager} has {known}"
-        raise content.get("num_mamba_groups", field).refuse(reason)
+        at = f"{field.path}.num_mamba_groups" if field.path else "num_mamba_groups"
+        raise Field(num_mamba_groups, at).refuse(reason)
     steps = content["steps"].items()
     if not steps:
         raise content["steps"].refuse("a scenario has at least one step")
@@ -354,9 +355,10 @@ def parse_geometry(field: Field) -> Geometry:
         hash_block_size=hash_block_size,
         num_speculative_blocks=content["num_speculative_blocks"].integer(),
         num_prefill_checkpoint_blocks=num_checkpoint_blocks,
-        # Without checkpoint blocks nobody reads the alignment, so 0 may stand for "none".
-        prefill_checkpoint_alignment=content["prefill_checkpoint_alignment"].integer(
-            least=1 if num_checkpoint_blocks else 0
+        # Without checkpoint blocks 0 stands for "none", and any alignment will do.
+        prefill_checkpoint_alignment=(
+            content["prefill_checkpoint_alignment"].integer(least=int(num_checkpoint_blocks > 0))
+            or 1
         ),
         drop_eagle_checkpoint_block=content["drop_eagle_checkpoint_block"].boolean(),
         **_parse_optional_sizes(content, hash_block_size),

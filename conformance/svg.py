@@ -232,8 +232,9 @@ def _style() -> str:
     fills = [f".capproof-{name}{{fill:var(--capproof-{name})}}" for name in map(_variable, LEGEND)]
     return "".join(
         (
-            f".capproof-picture{{{light}color:var(--capproof-ink);"
-            "font-family:ui-monospace,monospace;font-size:13px}",
+            f".capproof-picture{{{light}}}",
+            # Apart from the variables, which simple renderers do not read.
+            ".capproof-picture{color:var(--capproof-ink);font-family:ui-monospace,monospace;font-size:13px}",
             f"@media (prefers-color-scheme:dark){{.capproof-picture{{{dark}}}}}",
             ".capproof-paper{fill:var(--capproof-paper)}",
             ".capproof-picture text{fill:currentColor}",

@@ -840,3 +840,10 @@ def test_the_last_step_is_what_is_shown(trees: Mapping[str, Path]) -> None:
     assert (step.drawn, step.table_length) == (1, 9)
     assert step.dry_run_left_state is None
     assert request.observe().table == ()
+
+
+def test_a_load_that_ends_at_no_token_has_words() -> None:
+    """A scenario from outside may ask for it; a word is not short of its argument then."""
+    step = replace(load(external=1, end=2), call=Call(2, 0, 1, 0), num_request_tokens=2)
+
+    assert in_words(step) == "load(external=1, end=0, lookahead=2, gate=2)"
