@@ -111,9 +111,7 @@ def answers(question: Question, num_seeds: int, patience: int) -> Iterator[Answe
     who, name = "CrossHair, the real manager", f"peer_real_manager.{question.real}"
     yield asked(who, partial(_crosshair, name, SMALL, root, patience))
     yield asked("vLLM's own tests", partial(_own_tests, root))
-    yield asked(
-        "capproof's own functions, in one process", partial(_in_one_process, question, root)
-    )
+    yield asked(OURS_INSIDE, partial(_in_one_process, question, root))
     yield asked(OURS, partial(_command, question))
 
 
