@@ -111,9 +111,7 @@ def answers(question: Question, num_seeds: int, patience: int) -> Iterator[Answe
     who, name = "CrossHair, the real manager", f"peer_real_manager.{question.real}"
     yield asked(who, partial(_crosshair, name, SMALL, root, patience))
     yield asked("vLLM's own tests", partial(_own_tests, root))
-    yield asked(
-        "capproof's own functions, in one process", partial(_in_one_process, question, root)
-    )
+    yield asked(OURS_INSIDE, partial(_in_one_process, question, root))
     yield asked(OURS, partial(_command, question))
 
 
@@ -139,7 +137,7 @@ def _searched(question: Question, root: Path, what: str, tier: str, *arguments: 
     if what == "hypothesis":
         return replace(answer, absence=NOT_SHOWN)
     absence = (
-        f"numbers up to {found['complete']}: {found['tried']:,} tried, of which "
+        f"each number up to {found['complete']}: {found['tried']:,} tried, of which "
         f"{found['steps']:,} make such a step"
     )
     return replace(answer, absence=absence)
@@ -313,7 +311,8 @@ def section(num_seeds: int, patience: int) -> Iterator[str]:
     """Yield the section, paragraph by paragraph, as it is measured."""
     yield "## Beside what people have"
     yield (
-        f"Written by `make bench-peers`; {machine()}; {CROSSHAIR.replace('==', ' ')}. All are told "
+        f"Written by `make bench-peers`; {machine()}; {CROSSHAIR.replace('==', ' ')}; load average "
+        f"before, of other work: {os.getloadavg()[0]:.1f}. All are told "
         "which kind of step is in question and which claim, and ask the same code for it. "
         "*Search* begins when that is loaded; *from process start* counts imports, too. Where a "
         "row does not say *vLLM imported*, capproof's own loader has loaded the manager, which is "

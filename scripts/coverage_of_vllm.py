@@ -330,9 +330,9 @@ def page(found: Mapping[str, Sequence[OfFunction]], paths: Mapping[str, int]) ->
         "**No path** is computed: the condition is asked of terms in the lifted code, and on no",
         "path, in any kind of step that `capproof prove` explores, does it go this way; the solver",
         "shows that these paths are all there are, under the assumptions of `spec/assumptions.py`",
-        f"(paths: {how_many}). **Written** reasons are kept in `tests/unreached_branches.toml`. A",
-        "**gap** is a branch that a step can take and no generated test does. Each place is line",
-        "and file name of the release.",
+        f"(paths: {how_many}).",
+        "**Written** reasons are kept in `tests/unreached_branches.toml`. A",
+        "**gap** is a branch that a step can take and no generated test does, or lies behind one.",
         "",
         *_missing(found),
         "",
@@ -371,7 +371,7 @@ def _missing(found: Mapping[str, Sequence[OfFunction]]) -> Iterator[str]:
     for target, functions in found.items():
         for judged in (judged for f in functions for judged in f.missing):
             key = (*judged.branch.key, judged.standing, judged.judgement)
-            place = f"{judged.branch.line} {Path(judged.file).stem}"
+            place = f"{Path(judged.file).name}:{judged.branch.line}"
             rows.setdefault(key, {}).setdefault(target, []).append(place)
     yield f"| function | condition | way | {' | '.join(found)} | judgement |"
     yield "|---|---|---|" + "---|" * len(found) + "---|"

@@ -229,8 +229,9 @@ def test_the_page_names_each_branch_that_is_not_taken(
     text = page({"this": [found], "that": [found]}, {"this": 3, "that": 4})
 
     assert "| `Counter.count` | 6 / 10 | 6 / 10 |" in text
+    place = f"tallies.py:{NEGATIVE}"
     assert (
-        f"| `Counter.count` | `number < 0` | true | {NEGATIVE} tallies | {NEGATIVE} tallies | "
+        f"| `Counter.count` | `number < 0` | true | {place} | {place} | "
         "**No path**: no path takes it, in any kind of step; the paths are shown to be all |"
     ) in text
 
