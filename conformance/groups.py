@@ -57,7 +57,7 @@ class GroupsUnderTest(RequestUnderTest):
             setattr(self._attention, name, geometry.cache_hit_alignment_tokens)
         self._num_evictable_attention_hits, self._other_hits_are_evictable = 0, False
         self._prefill_length = self._num_request_tokens = self._last_estimate = 0
-        self._reserved_blocks = 0
+        self._reserved_blocks, self._full_sequence_must_fit = 0, False
 
     def apply(
         self,
@@ -67,6 +67,7 @@ class GroupsUnderTest(RequestUnderTest):
         other_hits_are_evictable: bool = False,
         prefill_length: int | None = None,
         num_request_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
         reserved_blocks: int = 0,
         **others: Any,
     ) -> Step:
@@ -82,6 +83,7 @@ class GroupsUnderTest(RequestUnderTest):
                 retention it is `call.prefill_end`.
             num_request_tokens: Tokens that the full-sequence gate is asked about first; 0 asks
                 nothing.
+            full_sequence_must_fit: Whether `allocate_slots` itself asks the gate, and may refuse.
             reserved_blocks: Free blocks that `allocate_slots` is told to leave for others.
             others: As for `RequestUnderTest.apply`.
 
@@ -102,6 +104,7 @@ class GroupsUnderTest(RequestUnderTest):
         # vLLM: the coordinator passes the prefill's end on under sparse retention only.
         self._coordinator.retention_interval = 0 if call.prefill_end > 0 else None
         self._reserved_blocks = reserved_blocks
+        self._full_sequence_must_fit = full_sequence_must_fit
         asked = {"num_request_tokens": num_request_tokens, "reserved_blocks": reserved_blocks}
         step = super().apply(call, **asked, **others)
         return replace(step, attention_table_length=self._attention_columns())
@@ -196,15 +199,23 @@ class GroupsUnderTest(RequestUnderTest):
             # No block is cached, so that no tokens need hashes.
             "delay_cache_blocks": True,
         }
+        if self._full_sequence_must_fit:
+            values["full_sequence_must_fit"] = True
         allocated = self._watching_the_estimate(values)
         return None if allocated is None else allocated.blocks[FIRST_MAMBA_GROUP]
 
     def _watching_the_estimate(self, values: dict[str, Any]) -> Any:
         """Call `allocate_slots`, and see to it that it checks the estimate of this step."""
         estimates: list[int] = []
-        with watching_estimates(self._coordinator, lambda *said: estimates.append(said[-1])):
+
+        def note(request_id: str, is_gate: bool, num_blocks: int) -> None:
+            if not is_gate:
+                estimates.append(num_blocks)
+
+        with watching_estimates(self._coordinator, note):
             allocated = self.kv_cache_manager.allocate_slots(**values)
-        if estimates != [self._last_estimate]:
+        refused_by_gate = self._full_sequence_must_fit and allocated is None and not estimates
+        if not refused_by_gate and estimates != [self._last_estimate]:
             raise DriverError(
                 f"{self._groups.file}: allocate_slots estimated {estimates}, and the same question "
                 f"before it gave {self._last_estimate}"

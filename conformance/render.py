@@ -44,6 +44,9 @@ _ROWS = {Asks.GATE: "asking_gate(ROWS)", Asks.LIFETIME: "admitted_by_gate(ROWS)"
 #: The same, in a file that has rows with steps in flight: only removals are asserted on those.
 _ROWS_WITH_NOTHING_IN_FLIGHT = {Asks.STEP: "with_nothing_in_flight(ROWS)"}
 _COMPLETED = "assert step.raised is None"
+_LAST_WHERE_THE_WHOLE_MUST_FIT = """last_of(
+        request, steps, exactly_the_estimate=True, reserved_blocks=4, full_sequence_must_fit=True
+    )"""
 #: One entry per theorem of the catalogue; a test compares the keys.
 RELATIONS: dict[str, Relation] = {
     "no-undercount": Relation(
@@ -151,7 +154,7 @@ RELATIONS: dict[str, Relation] = {
             _COMPLETED,
             "assert step.refused == (step.gate > max(step.estimate, 0) + 4)",
         ),
-        "last_of(request, steps, exactly_the_estimate=True, reserved_blocks=4)",
+        _LAST_WHERE_THE_WHOLE_MUST_FIT,
     ),
     "gate-covers-first-step": Relation(
         "gate_asks_for_at_least_what_the_first_step_draws",

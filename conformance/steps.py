@@ -162,6 +162,7 @@ def applied(
     *,
     exactly_the_estimate: bool = False,
     reserved_blocks: int = 0,
+    full_sequence_must_fit: bool = False,
     watch_dry_run: bool = True,
 ) -> Iterator[Applied]:
     """Apply steps to a request one by one, up to the first that raises or is refused.
@@ -173,6 +174,8 @@ def applied(
         exactly_the_estimate: Whether the last finds as many free blocks as its estimate says, and
             those reserved.
         reserved_blocks: Free blocks that the last has to leave for others.
+        full_sequence_must_fit: Whether the last is refused where the gate asks for more than is
+            free; only several groups are.
         watch_dry_run: Whether to look for traces of the last one's dry run.
 
     Raises:
@@ -187,7 +190,10 @@ def applied(
         kind, of_request = _kind(planned), {}
         if isinstance(request, GroupsUnderTest):
             kind |= {name: getattr(planned, name) for name in _OF_GROUPS}
-            of_request = {"prefill_length": planned.prefill_length}
+            of_request = {
+                "prefill_length": planned.prefill_length,
+                "full_sequence_must_fit": is_last and full_sequence_must_fit,
+            }
         situation = request.situation(planned.call, planned.prefill_length, **kind)
         step = request.apply(
             planned.call,
@@ -229,6 +235,7 @@ def last_of(
     *,
     exactly_the_estimate: bool = False,
     reserved_blocks: int = 0,
+    full_sequence_must_fit: bool = False,
     watch_dry_run: bool = False,
 ) -> Step:
     """Apply steps to a request, end it, and return what the last of them showed.
@@ -245,6 +252,7 @@ def last_of(
         steps,
         exactly_the_estimate=exactly_the_estimate,
         reserved_blocks=reserved_blocks,
+        full_sequence_must_fit=full_sequence_must_fit,
         watch_dry_run=watch_dry_run,
     )
     if last.planned is not steps[-1]:

@@ -176,7 +176,9 @@ def test_request_is_let_pass_exactly_where_what_the_gate_asks_for_is_free(
     """
     request = driver.request(geometry, num_gpu_blocks, num_mamba_groups)
 
-    step = last_of(request, steps, exactly_the_estimate=True, reserved_blocks=4)
+    step = last_of(
+        request, steps, exactly_the_estimate=True, reserved_blocks=4, full_sequence_must_fit=True
+    )
 
     # The estimate was free, and four blocks that are reserved, which the gate may count.
     assert step.raised is None

@@ -143,6 +143,8 @@ def main() -> int:
             caught, tried, missed = faults(root, device, is_late)
             said.append(f"faults caught: {caught} of {tried} tried in {SEEDED}")
             wrong += missed
+            if not tried:
+                wrong.append(f"no fault was tried in {SEEDED}: scripts/memory_faults.py says why")
             print(f"faults: {time.monotonic() - began:.0f} s", flush=True)
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "triton", "numpy"))
     cuda = f", CUDA {torch.version.cuda}" if torch.version.cuda else ""

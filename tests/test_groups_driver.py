@@ -278,6 +278,28 @@ def test_the_check_lets_a_step_through_that_runs_dry(
         assert str(request.exception) == "Cannot get 1 free blocks from the pool"
 
 
+@pytest.mark.parametrize(("num_gpu_blocks", "refused"), [(23, True), (24, False)])
+def test_a_waiting_request_is_refused_where_the_whole_of_it_does_not_fit(
+    num_gpu_blocks: int, refused: bool
+) -> None:
+    """331 tokens are 21 blocks and a state, though the first chunk takes two of them."""
+    geometry = replace(PLAIN, num_speculative_blocks=0)
+    step = chunk(0, 16, gate=331)
+
+    whole, part = (
+        last_of(
+            driver_of(NEWEST).request(geometry, num_gpu_blocks - must_fit, 1),
+            [step],
+            full_sequence_must_fit=must_fit,
+        )
+        for must_fit in (True, False)
+    )
+
+    assert (whole.gate, whole.estimate) == (part.gate, part.estimate) == (22, 2)
+    assert (whole.refused, whole.drawn) == (refused, 0 if refused else 2)
+    assert (part.refused, part.drawn) == (False, 2)
+
+
 def test_a_refused_step_does_nothing() -> None:
     """It can be asked again, and then draws what it would have."""
     request = driver_of(NEWEST).request(PLAIN, 64, 2)
