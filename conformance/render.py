@@ -181,6 +181,16 @@ def render(
     Raises:
         ValueError: A step cannot be said in the words of `conformance.steps`.
     """
+    template = template_of("test_family.py.jinja")
+    files = {"conftest.py": template_of("conftest.py.jinja").render()}
+    marker = _Marker(scenarios, verdicts, is_expected)
+    for suite, rows in scenarios.items():
+        files[path_of(suite)] = template.render(_file(suite, rows, marker, solver))
+    return files
+
+
+def template_of(name: str) -> jinja2.Template:
+    """Return a template of Python text; a value that it names and is not given is an error."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,
@@ -188,12 +198,7 @@ def render(
         keep_trailing_newline=True,
         autoescape=False,
     )
-    template = environment.get_template("test_family.py.jinja")
-    files = {"conftest.py": environment.get_template("conftest.py.jinja").render()}
-    marker = _Marker(scenarios, verdicts, is_expected)
-    for suite, rows in scenarios.items():
-        files[path_of(suite)] = template.render(_file(suite, rows, marker, solver))
-    return files
+    return environment.get_template(name)
 
 
 def path_of(suite: str) -> str:

@@ -12,10 +12,8 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import jinja2
-
 from conformance.bindings import Bindings
-from conformance.render import MARKER, TEMPLATES
+from conformance.render import MARKER, template_of
 from conformance.scenario import Scenario, ScenarioStep
 from conformance.steps import greatest_demand
 from spec.theorems import THEOREMS
@@ -143,14 +141,7 @@ def standalone(scenarios: Sequence[Scenario], bindings: Bindings, target: str) -
     """
     tests = [_test(scenario, bindings, target) for scenario in scenarios]
     lines = [line for test in tests for line in test.lines]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,
-    )
-    return environment.get_template("standalone.py.jinja").render(
+    return template_of("standalone.py.jinja").render(
         marker=MARKER,
         target=target,
         has_copies=hasattr(bindings.manager_class, "take_pending_cow_copies"),

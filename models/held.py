@@ -145,15 +145,8 @@ def removal_freed_skipped(
         stood_well = term.disjunction((column == recorded, column >= running - 1))
     else:
         stood_well = column >= num_retired
-    return term.disjunction(
-        (
-            situation.num_in_flight_tokens > 0,
-            column < 0,
-            column >= column_of_last_token(situation),
-            term.conjunction((_stands(before, column), term.negation(stood_well))),
-            table.column(column).is_null,
-        )
-    )
+    is_freed = _is_freed(before, table, column, column_of_last_token(situation), stood_well)
+    return term.disjunction((situation.num_in_flight_tokens > 0, is_freed))
 
 
 def removal_freed_ended(
@@ -175,15 +168,16 @@ def removal_freed_ended(
         is_recorded = term.disjunction((recorded == read, recorded >= ended))
     else:
         stood_well, is_recorded = column >= num_retired, True
-    return term.disjunction(
-        (
-            column < 0,
-            column >= ended,
-            term.negation(is_recorded),
-            term.conjunction((_stands(before, column), term.negation(stood_well))),
-            table.column(column).is_null,
-        )
-    )
+    is_freed = _is_freed(before, table, column, ended, stood_well)
+    return term.disjunction((term.negation(is_recorded), is_freed))
+
+
+def _is_freed(
+    before: Table, table: Table, column: IntLike, end: IntLike, stood_well: BoolLike
+) -> BoolLike:
+    """Whether a column before `end` is null, or held a block before that it should not."""
+    stood_badly = term.conjunction((_stands(before, column), term.negation(stood_well)))
+    return term.disjunction((column < 0, column >= end, stood_badly, table.column(column).is_null))
 
 
 def drawn_are_held(
