@@ -260,17 +260,20 @@ def test_a_tree_that_cannot_be_driven_stops_the_run(
 
 @pytest.mark.skipif(not HAS_TORCH, reason="the vllm tier needs torch")
 def test_the_vllm_tier_runs_one_process_per_target(
-    tests_dir: Tests, capfd: pytest.CaptureFixture[str]
+    tests_dir: Tests, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same tests run on really imported managers, each target's in a process of its own."""
-    assert run([OLD, NEW], "vllm", [], tests_dir(RENDERED)) == AS_EXPECTED
+    monkeypatch.setattr(conform, "NUM_LIVES", 20)
+    monkeypatch.setattr(conform, "NUM_COMPARED", 4)
+
+    assert run([OLD, NEW], "vllm", [], tests_dir(RENDERED), device="cpu") == AS_EXPECTED
 
     out = capfd.readouterr().out
     assert "3 passed, 2 xfailed" in out
     assert "5 passed" in out
     assert ", torch 2" in out
     for target in (OLD, NEW):
-        assert f"capproof: {target}: KV memory on " in out
+        assert f"capproof: {target}: KV memory on cpu: 20 lives, " in out
         assert f"capproof: {target}: copies compared with the release's own: " in out
 
 
