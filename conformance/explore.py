@@ -100,11 +100,9 @@ def choices(pool: SharedPool, bounds: Bounds) -> Iterator[Rule]:
             yield Rule("abort", i)
         if not pool.is_open and stage not in (Stage.ENDED, Stage.LEAVING):
             yield Rule("alone", i)
-    if pool.is_open:
+    if pool.is_open or pool.in_flight:
         yield Rule("step")
-    else:
-        if pool.in_flight:
-            yield Rule("step")
+    if not pool.is_open:
         yield Rule("reset")
 
 

@@ -100,6 +100,22 @@ CALLERS = (
         "model_executor/layers/mamba/checkpoint.py, compute_mamba_prefill_checkpoints",
     ),
     CallerRule(
+        "output-comes-later",
+        "With steps in flight a step is scheduled before the output of the last is known: computed "
+        "tokens count what is in flight, and so does the token that it samples. What is cached "
+        "when an output is known ends where nothing is in flight. A device runs steps in order.",
+        "v1/engine/core.py, EngineCore.step_with_batch_queue; v1/core/sched/async_scheduler.py, "
+        "AsyncScheduler._update_after_schedule, _update_request_with_output; from 0.33.0 "
+        "v1/core/sched/scheduler.py, Scheduler.update_from_output",
+    ),
+    CallerRule(
+        "no-step-for-nothing",
+        "A request whose last token is sampled by a step in flight is not scheduled again, and one "
+        "that was preempted is not admitted before its output from before has come.",
+        "v1/core/sched/scheduler.py, Scheduler.schedule (`num_output_placeholders`, "
+        "`num_stale_output_tokens`)",
+    ),
+    CallerRule(
         "freed-after-the-load",
         "A request that is aborted while its tokens are loaded keeps its blocks until they are.",
         "v1/core/sched/scheduler.py, Scheduler.finish_requests (`delay_free_blocks`)",

@@ -180,6 +180,11 @@ class Request:
         made = self.num_output_tokens + self.num_output_placeholders
         return self.num_output_placeholders > 0 and made >= self.plan.max_tokens
 
+    @property
+    def waits_for_output(self) -> bool:
+        """Whether it is not scheduled before a step in flight has ended."""
+        return self.samples_its_last or self.num_stale_output_tokens > 0
+
     def tokens(self, end: int) -> Tokens:
         """The first tokens; those not made yet are what they will be."""
         shared = min(end, self.plan.num_shared_tokens)
@@ -603,7 +608,7 @@ class SharedPool:
                 self._arrive(rule)
                 continue
             name = {Stage.ARRIVED: "promote", Stage.RUNNING: "run"}.get(request.stage, "admit")
-            done = self._is_waiting_for_output(request)
+            done = request.waits_for_output
             if not done:
                 done = self._checked(replace(calls, name=name))
             if self.is_dead:
@@ -617,9 +622,6 @@ class SharedPool:
             if refusals >= MAX_ATTEMPTS or preemptions >= MAX_ATTEMPTS:
                 return max(refusals, preemptions)
         return 0
-
-    def _is_waiting_for_output(self, request: Request) -> bool:
-        return request.samples_its_last or request.num_stale_output_tokens > 0
 
     def _checked(self, rule: Rule) -> bool:
         self.seen = None

@@ -80,12 +80,13 @@ def main() -> int:
         SCENARIO_SCHEMA: schema.text(),
     }
     stale = [file for file, text in current.items() if _text(file) != text]
+    only_checks = "--check" in sys.argv[1:]
     for file in stale:
-        if "--check" in sys.argv[1:]:
+        if only_checks:
             print(f"{file.relative_to(ROOT)}: not current; run scripts/docs.py")
         else:
             file.write_text(current[file], encoding="utf-8")
-    return int("--check" in sys.argv[1:] and bool(stale))
+    return int(only_checks and bool(stale))
 
 
 def _text(file: Path) -> str | None:
