@@ -453,12 +453,13 @@ def test_other_commands_take_a_closed_pipe_too(command: list[str]) -> None:
 TELLING = """
 import contextlib, sys
 from conformance import cli
+from conformance.commands import settling
 
 @contextlib.contextmanager
 def progress():
     yield lambda text: print(text, flush=True)
 
-cli._progress = progress
+settling.progress = progress
 cli.main(sys.argv[1:])
 """
 

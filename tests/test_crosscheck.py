@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from conformance import cli
+from conformance.commands import prove
 from conformance.crosscheck import AGREES, DISAGREES, UNDECIDED, crosscheck
 from conformance.obligations import Row, Selection, settle
 from conformance.targets import Tree, resolve
@@ -182,7 +183,7 @@ def test_an_unconfirmed_verdict_is_exit_status_1(
     """A verdict that is as expected, and that the second check denies, is named."""
     proved, refuted = rows
     refuted["scenario"]["predicted"][OLD]["drawn"] += 1
-    monkeypatch.setattr(cli, "_settle_all", lambda *args, **options: [proved, refuted])
+    monkeypatch.setattr(prove, "settle_all", lambda *args, **options: [proved, refuted])
 
     assert cli.run([*ASKED, "--crosscheck"]) == 1
 

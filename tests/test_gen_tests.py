@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from conformance import cli, gen_tests
+from conformance.commands import gen_tests as gen_tests_command
+from conformance.commands.settling import settle_all
 from conformance.gen_tests import (
     GenTestsError,
     check_rendering,
@@ -45,7 +47,7 @@ def targets() -> list[Tree]:
 @pytest.fixture(scope="module")
 def rows(targets: list[Tree]) -> list[Row]:
     """All verdicts, solved where they were not solved with the same text before."""
-    return cli._settle_all(targets, Selection(), use_cache=True)
+    return settle_all(targets, Selection(), use_cache=True)
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +62,8 @@ def solved(
     """Solving and lifting take no time: they were done before."""
     monkeypatch.setattr(gen_tests, "LiftedTree", lifted.__getitem__)
     monkeypatch.setattr(
-        cli,
-        "_settle_all",
+        gen_tests_command,
+        "settle_all",
         lambda trees, *arguments, **options: [
             row for row in rows if row["target"] in {tree.target for tree in trees}
         ],

@@ -1,0 +1,142 @@
+"""`capproof prove`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from conformance.commands.arguments import (
+    AS_EXPECTED,
+    NOT_AS_EXPECTED,
+    CannotRun,
+    check_names,
+    check_writable,
+    no_cache_option,
+    resolved,
+    targets_option,
+)
+from conformance.commands.output import (
+    cannot_run_on,
+    ctrl_c_ends_at_once,
+    keep_scenarios,
+    new_console,
+    print_line,
+    write_whole,
+)
+from conformance.commands.settling import compare_all, settle_all
+from conformance.targets import DEFAULT_TARGETS, Tree
+
+
+@click.command()
+@targets_option
+@click.option("--against", metavar="T", help="Expect the verdicts of this target.")
+@click.option("--manager", "managers", multiple=True, metavar="M", help="Default: all modelled.")
+@click.option("--family", "families", multiple=True, metavar="F", help="Default: all.")
+@click.option("--theorem", "theorems", multiple=True, metavar="SLUG", help="Default: all.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write verdicts.")
+@click.option("--matrix", type=click.Path(path_type=Path), help="Also write a page of tables.")
+@no_cache_option
+@click.option(
+    "--crosscheck",
+    is_flag=True,
+    help="Check proofs with cvc5 too, and counterexamples on the real code.",
+)
+@click.option("--jobs", type=click.IntRange(min=1), default=os.cpu_count() or 1, metavar="N")
+def prove(
+    targets: tuple[str, ...],
+    against: str | None,
+    managers: tuple[str, ...],
+    families: tuple[str, ...],
+    theorems: tuple[str, ...],
+    json_file: Path | None,
+    matrix: Path | None,
+    no_cache: bool,
+    crosscheck: bool,
+    jobs: int,
+) -> int:
+    """Settle each theorem for each kind of step of each target."""
+    from conformance.matrix import page, traits_in, verdicts_of
+    from conformance.obligations import Selection, document, is_as_expected, summary
+    from conformance.report import show_differences, show_unproved, show_verdicts
+
+    check_names(managers, families, theorems)
+    selection = Selection(families, theorems, managers=managers)
+    if not list(selection.obligations()):
+        raise CannotRun("nothing to prove: no obligation is in this selection")
+    check_writable("--json", json_file)
+    check_writable("--matrix", matrix)
+    trees = resolved(targets or DEFAULT_TARGETS)
+    baseline = resolved((against,))[0] if against else None
+    wanted = [*trees, *([baseline] if baseline and baseline not in trees else [])]
+    rows = settle_all(wanted, selection, use_cache=not no_cache, jobs=jobs)
+    differences = None
+    if baseline is not None:
+        rows = _expecting(rows, baseline.target, {tree.target for tree in trees})
+        differences = compare_all(trees, baseline, selection, use_cache=not no_cache, jobs=jobs)
+    if crosscheck:
+        rows = _crosschecked(rows, trees)
+    if json_file is not None:
+        write_whole(json_file, json.dumps(document(rows, differences), indent=2) + "\n")
+    if matrix is not None:
+        write_whole(matrix, page(verdicts_of(rows), {t.target: traits_in(t.root) for t in trees}))
+    console = new_console()
+    show_verdicts(console, rows)
+    show_unproved(console, rows, keep_scenarios(rows))
+    show_differences(console, differences or ())
+    print_line(console, summary(rows))
+    surprises = any(not is_as_expected(row) for row in rows)
+    unconfirmed = crosscheck and not _show_crosscheck(console, rows)
+    return NOT_AS_EXPECTED if surprises or unconfirmed else AS_EXPECTED
+
+
+def _expecting(
+    rows: Sequence[dict[str, Any]], baseline: str, shown: set[str]
+) -> list[dict[str, Any]]:
+    """Rows of the shown targets, each expected to have the baseline's verdict.
+
+    Nothing is expected where the baseline has no such step.
+    """
+    from conformance.obligations import obligation_of
+
+    verdicts = {
+        obligation_of(row): None if row["verdict"] == "NOT_APPLICABLE" else row["verdict"]
+        for row in rows
+        if row["target"] == baseline
+    }
+    return [
+        {**row, "expected": verdicts[obligation_of(row)]} for row in rows if row["target"] in shown
+    ]
+
+
+def _crosschecked(rows: Sequence[dict[str, Any]], trees: Sequence[Tree]) -> list[dict[str, Any]]:
+    from conformance.crosscheck import crosscheck
+    from models.second_solver import SecondSolverMissing
+
+    with cannot_run_on(SecondSolverMissing), ctrl_c_ends_at_once():
+        return [
+            row
+            for tree in trees
+            for row in crosscheck(tree, [row for row in rows if row["target"] == tree.target])
+        ]
+
+
+def _show_crosscheck(console: Any, rows: Sequence[dict[str, Any]]) -> bool:
+    """Print what the second check came to; whether it agrees with every verdict."""
+    from conformance.crosscheck import AGREES
+    from conformance.report import verdict_line
+
+    rows = [row for row in rows if row["verdict"] != "NOT_APPLICABLE"]
+    unconfirmed = [row for row in rows if row["crosscheck"] != AGREES]
+    for row in unconfirmed:
+        said = row["crosscheck"] or "nothing to check"
+        console.print(f"CROSSCHECK {said}: {verdict_line(row)}", markup=False, soft_wrap=True)
+    console.print(
+        f"crosscheck: {len(rows) - len(unconfirmed)} of {len(rows)} verdicts confirmed",
+        highlight=False,
+    )
+    return not unconfirmed
