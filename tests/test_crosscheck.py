@@ -111,7 +111,7 @@ def test_a_proof_of_another_theorem_is_not_confirmed(
     tree: Tree, rows: tuple[Row, Row], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A refuted theorem that is called proved is denied, or at least left undecided."""
-    monkeypatch.setattr(second_solver, "TIME_LIMIT_MS", 300)
+    monkeypatch.setattr(second_solver, "ATTEMPTS", (({}, 0.3),))
     proved, _ = rows
 
     assert said(tree, {**proved, "theorem": "exact-estimate"}) in (DISAGREES, UNDECIDED)

@@ -22,10 +22,10 @@ from conformance.commands.arguments import (
 )
 from conformance.commands.output import (
     cannot_run_on,
-    ctrl_c_ends_at_once,
     keep_scenarios,
     new_console,
     print_line,
+    progress,
     write_whole,
 )
 from conformance.commands.settling import compare_all, settle_all
@@ -63,6 +63,7 @@ def prove(
     from conformance.matrix import page, traits_in, verdicts_of
     from conformance.obligations import Selection, document, is_as_expected, summary
     from conformance.report import show_differences, show_unproved, show_verdicts
+    from models import second_solver
 
     check_names(managers, families, theorems)
     selection = Selection(families, theorems, managers=managers)
@@ -70,6 +71,9 @@ def prove(
         raise CannotRun("nothing to prove: no obligation is in this selection")
     check_writable("--json", json_file)
     check_writable("--matrix", matrix)
+    if crosscheck:
+        with cannot_run_on(second_solver.SecondSolverMissing):
+            second_solver.require()
     trees = resolved(targets or DEFAULT_TARGETS)
     baseline = resolved((against,))[0] if against else None
     wanted = [*trees, *([baseline] if baseline and baseline not in trees else [])]
@@ -79,7 +83,7 @@ def prove(
         rows = _expecting(rows, baseline.target, {tree.target for tree in trees})
         differences = compare_all(trees, baseline, selection, use_cache=not no_cache, jobs=jobs)
     if crosscheck:
-        rows = _crosschecked(rows, trees)
+        rows = _crosschecked(rows, trees, jobs)
     if json_file is not None:
         write_whole(json_file, json.dumps(document(rows, differences), indent=2) + "\n")
     if matrix is not None:
@@ -113,16 +117,32 @@ def _expecting(
     ]
 
 
-def _crosschecked(rows: Sequence[dict[str, Any]], trees: Sequence[Tree]) -> list[dict[str, Any]]:
-    from conformance.crosscheck import crosscheck
-    from models.second_solver import SecondSolverMissing
+def _crosschecked(
+    rows: Sequence[dict[str, Any]], trees: Sequence[Tree], jobs: int
+) -> list[dict[str, Any]]:
+    """Return the rows with what the second check says, each kind of step in a process of its own.
 
-    with cannot_run_on(SecondSolverMissing), ctrl_c_ends_at_once():
-        return [
-            row
-            for tree in trees
-            for row in crosscheck(tree, [row for row in rows if row["target"] == tree.target])
-        ]
+    What took longest to settle is checked first.
+    """
+    from conformance.crosscheck import crosscheck
+    from conformance.expectations import where
+    from conformance.obligations import obligation_of
+    from conformance.parallel import ProcessLost, spread
+
+    by_kind: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        kind = where(row["family"], row["tags"])
+        by_kind.setdefault((row["target"], kind), []).append(row)
+    tree_of = {tree.target: tree for tree in trees}
+    works = [(tree_of[target], of_kind) for (target, _), of_kind in by_kind.items()]
+    works.sort(key=lambda work: -sum(row["seconds"] for row in work[1]))
+    checked = {}
+    with progress() as on_progress, cannot_run_on(ProcessLost):
+        on_progress(f"{len(works)} kinds of step to check in {min(jobs, len(works))} processes")
+        for number, (_, found) in enumerate(spread(crosscheck, works, jobs), start=1):
+            checked |= {(row["target"], obligation_of(row)): row for row in found}
+            on_progress(f"{number} of {len(works)} kinds of step checked")
+    return [checked[row["target"], obligation_of(row)] for row in rows]
 
 
 def _show_crosscheck(console: Any, rows: Sequence[dict[str, Any]]) -> bool:
