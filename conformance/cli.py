@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import click
 
+from conformance.commands.report import report
 from conformance.targets import (
     DEFAULT_TARGETS,
     KNOWN_RELEASES,
@@ -603,6 +604,9 @@ def explain(slug: str) -> int:
         )
     click.echo(text)
     return AS_EXPECTED
+
+
+cli.add_command(report)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -195,9 +195,7 @@ def _seen(driver: Driver) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Estimate and drawn of the last step by length, None where the release has no such step."""
     try:
         steps = [
-            last_of(
-                driver.request(GEOMETRY, _POOL), [chunk(0, COMPUTED), chunk(COMPUTED, length)]
-            )
+            last_of(driver.request(GEOMETRY, _POOL), [chunk(0, COMPUTED), chunk(COMPUTED, length)])
             for length in LENGTHS
         ]
     except DriverError:

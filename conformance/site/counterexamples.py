@@ -256,9 +256,9 @@ def _compared(scenario: Scenario, theorems: set[str], seen: StepSeen) -> Iterato
     if expect.column_to_retire is not None:
         yield _line("column to free next", step.column_to_retire, expect.column_to_retire)
     if step.checkpoint_position is not None and (step.checkpoint_is_pending or expect.checkpoint):
-        pending, wanted = step.pending_checkpoint, expect.checkpoint
+        pending, intended = step.pending_checkpoint, expect.checkpoint
         what = "checkpoint: tokens, column"
-        yield Line(what, _shown(pending), _shown(wanted), pending != wanted)
+        yield Line(what, _shown(pending), _shown(intended), pending != intended)
     if any(one.num_request_tokens for one in scenario.steps):
         least = step.held if "gate-covers-lifetime" in theorems else step.drawn
         told = f"{least:,} or more"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import textwrap
 from functools import cache
 from pathlib import Path
@@ -10,23 +11,24 @@ from pathlib import Path
 import spec.theorems
 
 #: What claims are functions of, which goes without saying.
-_HEAD = "lambda s, step, pool, need: "
-#: Position of the claim among the arguments of a `Theorem`.
-_CLAIM = 3
+_HEAD = re.compile(r"lambda s, step(, pool, need)?: ")
+#: Positions of the claim and of the interesting case among the arguments of a `Theorem`.
+CLAIM, WITNESS = 3, 4
 
 
-def formula_of(slug: str) -> str:
-    """Return the text of a theorem's claim, and of what it calls in its own module.
+def formula_of(slug: str, position: int = CLAIM) -> str:
+    """Return the text of a theorem's formula, and of what it calls in its own module.
 
     Args:
         slug: A slug of the catalogue.
+        position: Which formula: `CLAIM` or `WITNESS`.
 
     Returns:
-        Python, the claim first.
+        Python, the formula first.
     """
-    claims, functions = _catalogue()
-    text = claims[slug]
-    parts = [text.removeprefix(_HEAD)]
+    formulas, functions = _catalogue()
+    text = formulas[slug, position]
+    parts = [_HEAD.sub("", text, count=1)]
     seen: set[str] = set()
     waiting = _called_in(text, functions)
     while waiting:
@@ -39,22 +41,23 @@ def formula_of(slug: str) -> str:
 
 
 @cache
-def _catalogue() -> tuple[dict[str, str], dict[str, str]]:
-    """Texts of claims by slug, and of the module's own functions by name."""
+def _catalogue() -> tuple[dict[tuple[str, int], str], dict[str, str]]:
+    """Texts of formulas by slug and position, and of the module's own functions by name."""
     source = Path(spec.theorems.__file__).read_text(encoding="utf-8")
     tree = ast.parse(source)
-    claims = {}
+    formulas = {}
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or len(node.args) <= _CLAIM:
+        if not isinstance(node, ast.Call) or len(node.args) <= WITNESS:
             continue
         slug = node.args[0]
         if isinstance(node.func, ast.Name) and node.func.id == "Theorem":
             assert isinstance(slug, ast.Constant)
-            claims[str(slug.value)] = _segment(source, node.args[_CLAIM])
+            for position in (CLAIM, WITNESS):
+                formulas[str(slug.value), position] = _segment(source, node.args[position])
     functions = {
         node.name: _segment(source, node) for node in tree.body if isinstance(node, ast.FunctionDef)
     }
-    return claims, functions
+    return formulas, functions
 
 
 def _segment(source: str, node: ast.expr | ast.stmt) -> str:
