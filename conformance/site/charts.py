@@ -6,7 +6,7 @@ chart shows is said in its title and description, and stands beside it as a tabl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from xml.etree import ElementTree
@@ -36,6 +36,8 @@ LENGTHS = (25_121, *(131_072 * n for n in range(1, 6)), 704_547, 786_432, 917_50
 _POOL = 4096
 _VERDICTS = ("PROVED", "REFUTED", NOT_APPLICABLE)
 _WIDTH = 760
+#: Colours of series that the style sheet has.
+_NUM_COLOURS = 10
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Chart:
         svg: The picture.
         head: Headings of the table with its numbers.
         lines: That table; the first column names the row.
+        legend: What the colours are: a variable of the style sheet, and a name.
     """
 
     slug: str
@@ -57,6 +60,7 @@ class Chart:
     svg: str
     head: tuple[str, ...]
     lines: tuple[tuple[str, ...], ...]
+    legend: tuple[tuple[str, str], ...]
 
 
 def estimate_by_length(drivers: Mapping[str, Driver | str]) -> Chart | None:
@@ -82,7 +86,8 @@ def estimate_by_length(drivers: Mapping[str, Driver | str]) -> Chart | None:
     }
     if not series:
         return None
-    chart = _new("XY", colours=len(series), height=360, **_ABOUT_LENGTH)
+    colours = [colour for colour, _ in _legend(series)]
+    chart = _new("XY", colours=colours, height=340, **_ABOUT_LENGTH)
     for name, values in series.items():
         chart.add(name, list(zip(LENGTHS, values, strict=True)))
     chart.x_labels = [262_144 * n for n in range(5)]
@@ -103,6 +108,7 @@ def estimate_by_length(drivers: Mapping[str, Driver | str]) -> Chart | None:
             (f"{length:,}", *(f"{values[i]:,}" for values in series.values()))
             for i, length in enumerate(LENGTHS)
         ),
+        _legend(series),
     )
 
 
@@ -121,12 +127,12 @@ def time_by_family(rows: Sequence[Row]) -> Chart:
         ]
         for target in targets
     }
-    height = 110 + len(families) * max(26, 12 * len(targets))
-    chart = _new("HorizontalBar", colours=len(targets), height=height, x_title="seconds")
-    chart.x_labels = families
-    chart.value_formatter = _whole
+    height = 60 + len(families) * (10 + 9 * len(targets))
+    colours = [colour for colour, _ in _legend(targets)]
+    chart = _new("HorizontalBar", colours=colours, height=height, x_title="seconds")
+    chart.x_labels = families[::-1]
     for target, values in seconds.items():
-        chart.add(_short(target), [round(value, 1) for value in values])
+        chart.add(_short(target), [round(value, 1) for value in reversed(values)])
     title = "Time of the proofs, by family of steps"
     said = "; ".join(f"{_short(t)}: {sum(values):.0f} seconds" for t, values in seconds.items())
     return Chart(
@@ -139,6 +145,7 @@ def time_by_family(rows: Sequence[Row]) -> Chart:
             (family, *(f"{seconds[target][i]:.1f}" for target in targets))
             for i, family in enumerate(families)
         ),
+        _legend(map(_short, targets)),
     )
 
 
@@ -153,16 +160,16 @@ def verdicts_by_target(rows: Sequence[Row]) -> Chart:
         ]
         for verdict in verdicts
     }
+    colours = ("--proved", "--refuted", "--quiet", *(["--odd"] * (len(counts) - len(_VERDICTS))))
     chart = _new(
         "HorizontalStackedBar",
-        colours=("--proved", "--refuted", "--quiet", *(["--odd"] * (len(counts) - 3))),
-        height=120 + 34 * len(targets),
-        x_title="kinds of step and claim",
+        colours=colours,
+        height=70 + 34 * len(targets),
+        x_title="verdicts",
     )
-    chart.x_labels = [_short(target) for target in targets]
-    chart.value_formatter = _whole
+    chart.x_labels = [_short(target) for target in reversed(targets)]
     for verdict, values in counts.items():
-        chart.add(_in_words(verdict), values)
+        chart.add(_in_words(verdict), values[::-1])
     title = "Verdicts by release"
     said = "; ".join(
         f"{_short(target)}: {', '.join(f'{values[i]} {v}' for v, values in counts.items())}"
@@ -178,15 +185,20 @@ def verdicts_by_target(rows: Sequence[Row]) -> Chart:
             (_short(target), *(str(values[i]) for values in counts.values()))
             for i, target in enumerate(targets)
         ),
+        tuple(zip(colours, map(_in_words, counts), strict=True)),
     )
+
+
+def _whole(value: float) -> str:
+    return f"{value:,.0f}"
 
 
 _ABOUT_LENGTH: dict[str, Any] = {
     "x_title": "tokens of the prompt",
     "y_title": "blocks",
     "dots_size": 3,
-    "stroke_style": {"width": 2.5},
-    "truncate_legend": -1,
+    "x_value_formatter": _whole,
+    "margin_right": 36,
     "include_x_axis": True,
 }
 
@@ -211,10 +223,6 @@ def _short_list(targets: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(map(_short, targets[:-1])), _short(targets[-1])]))
 
 
-def _whole(value: float) -> str:
-    return f"{value:,.0f}"
-
-
 def _in_words(verdict: str) -> str:
     return verdict.lower().replace("_", " ")
 
@@ -222,13 +230,16 @@ def _in_words(verdict: str) -> str:
 # ---- drawing -------------------------------------------------------------------------------------
 
 
-def _new(kind: str, *, colours: int | Sequence[str], height: int, **options: Any) -> Any:
+def _legend(series: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    return tuple((f"--chart-{i % _NUM_COLOURS}", name) for i, name in enumerate(series))
+
+
+def _new(kind: str, *, colours: Sequence[str], height: int, **options: Any) -> Any:
     import pygal
     from pygal.etree import etree
     from pygal.style import Style
 
     etree.to_etree()  # whatever else is installed, the same text comes out
-    variables = colours if not isinstance(colours, int) else [f"--chart-{i}" for i in range(10)]
     style = Style(
         background="transparent",
         plot_background="transparent",
@@ -240,26 +251,22 @@ def _new(kind: str, *, colours: int | Sequence[str], height: int, **options: Any
         opacity=".9",
         opacity_hover="1",
         transition="0s",
-        colors=tuple(f"var({name})" for name in variables),
+        colors=tuple(f"var({name})" for name in colours),
         font_family="inherit",
         label_font_size=12,
         major_label_font_size=12,
-        legend_font_size=12,
         title_font_size=13,
     )
-    defaults: dict[str, Any] = {
-        "value_formatter": _whole,
-        "x_value_formatter": _whole,
-        "legend_at_bottom": True,
-        "legend_at_bottom_columns": 2 if kind == "XY" else 5,
-        "show_y_guides": True,
-        "margin": 8,
-        "spacing": 8,
-    }
-    if kind != "XY":
-        defaults.pop("x_value_formatter")
     return getattr(pygal, kind)(
-        js=[], style=style, width=_WIDTH, height=height, **{**defaults, **options}
+        js=[],
+        style=style,
+        width=_WIDTH,
+        height=height,
+        show_legend=False,  # it stands beside the picture, where there is room for names
+        value_formatter=_whole,
+        margin=8,
+        spacing=8,
+        **options,
     )
 
 

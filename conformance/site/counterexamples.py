@@ -68,8 +68,12 @@ class Counterexample:
     @property
     def title(self) -> str:
         """The claim that is broken, and where."""
-        row = self.rows[0]
-        return f"{row['theorem']}, {where(row['family'], row['tags'])}, {self.target}"
+        return f"{self.rows[0]['theorem']}, {self.kind}, {self.target}"
+
+    @property
+    def kind(self) -> str:
+        """The kind of step: the family with its tags."""
+        return where(self.rows[0]["family"], self.rows[0]["tags"])
 
     @property
     def numbers(self) -> str:
@@ -164,17 +168,14 @@ class Counterexample:
         return shlex.join([*command, "--out", "test_block_estimate.py"])
 
     @property
-    def at_production_sizes(self) -> list[tuple[str, str, str]]:
-        """Longest prompts that break the claims at sizes that people run: theorem, line, kind."""
-        return [
-            (
-                row["theorem"],
-                counterexample_line(row["scenario_at_production_sizes"], self.target),
-                where(row["family"], row["tags"]),
-            )
-            for row in self.rows
-            if row["scenario_at_production_sizes"] is not None
-        ]
+    def at_production_sizes(self) -> dict[str, list[str]]:
+        """Longest prompts that break the claims at sizes that people run: theorems by line."""
+        found: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row["scenario_at_production_sizes"] is not None:
+                line = counterexample_line(row["scenario_at_production_sizes"], self.target)
+                found.setdefault(line, []).append(row["theorem"])
+        return found
 
 
 def counterexamples(

@@ -28,7 +28,7 @@ def formula_of(slug: str, position: int = CLAIM) -> str:
     """
     formulas, functions = _catalogue()
     text = formulas[slug, position]
-    parts = [_HEAD.sub("", text, count=1)]
+    parts = [] if text in functions else [_HEAD.sub("", text, count=1)]
     seen: set[str] = set()
     waiting = _called_in(text, functions)
     while waiting:

@@ -80,6 +80,8 @@
     if (sheet && sheets.includes(sheet)) {
       sheet.open = true;
       sheet.scrollIntoView();
+    } else if (names.some((name) => form.elements[name].value)) {
+      document.getElementById("matrix").scrollIntoView();
     }
   }
 
