@@ -6,6 +6,7 @@ chart shows is said in its title and description, and stands beside it as a tabl
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -234,12 +235,21 @@ def _legend(series: Iterable[str]) -> tuple[tuple[str, str], ...]:
     return tuple((f"--chart-{i % _NUM_COLOURS}", name) for i, name in enumerate(series))
 
 
-def _new(kind: str, *, colours: Sequence[str], height: int, **options: Any) -> Any:
+def _pygal() -> Any:
+    """The library, without what it does to imports of others, and with one way of writing XML."""
     import pygal
     from pygal.etree import etree
+
+    # A finder of plug-ins, by a protocol that Python no longer has.
+    sys.meta_path[:] = [one for one in sys.meta_path if type(one).__module__ != "pygal"]
+    etree.to_etree()  # whatever else is installed, the same text comes out
+    return pygal
+
+
+def _new(kind: str, *, colours: Sequence[str], height: int, **options: Any) -> Any:
+    pygal = _pygal()
     from pygal.style import Style
 
-    etree.to_etree()  # whatever else is installed, the same text comes out
     style = Style(
         background="transparent",
         plot_background="transparent",

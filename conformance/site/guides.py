@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import posixpath
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,10 +88,12 @@ def _guide(docs: Path, file: str, known: list[str]) -> Guide:
 
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
     tokens = markdown.parse((docs / file).read_text(encoding="utf-8"))
-    title = file
+    title, seen = file, Counter[str]()
     for token, inline in itertools.pairwise(tokens):
         if token.type == "heading_open":
-            token.attrSet("id", names.slugged(inline.content))
+            place = names.slugged(inline.content)
+            seen[place] += 1
+            token.attrSet("id", place if seen[place] == 1 else f"{place}-{seen[place]}")
             title = _plain(inline.content) if token.tag == "h1" else title
     pages = {other: names.of_doc(other) for other in known} | {_THE_SITE: names.INDEX}
     for token in tokens:
