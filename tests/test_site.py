@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import html
 import json
 import posixpath
 import re
@@ -181,7 +182,7 @@ def test_the_line_of_the_fault_takes_off() -> None:
         "tokens",
         "estimate, 0.30.0",
         "estimate, 0.31.0",
-        "drawn, 0.30.0 and 0.31.0",
+        "drawn, 0.30.0 to 0.31.0",
     )
     assert ("704,547", "761", "2", "2") in chart.lines
     assert "<script" not in chart.svg
@@ -315,6 +316,24 @@ def test_the_command_writes_a_site(
     assert cli.run(["report", "--out", str(out), *options]) == 0
     assert (out / names.INDEX).is_file()
     assert f"{out / names.INDEX}: " in capsys.readouterr().out
+
+
+def test_what_a_page_says_to_run_runs(
+    files: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In the site's folder the commands of a counterexample replay it, and render its test."""
+    output.write(files, tmp_path / "site")
+    monkeypatch.chdir(tmp_path / "site")
+    text = files[counterexample(files)]
+    commands = re.findall(r'<pre class="command"><code>capproof ([^<]*)</code>', text)
+
+    assert [command.split()[0] for command in commands] == ["replay", "gen-tests"]
+    assert [cli.run(html.unescape(command).split()) for command in commands] == [0, 0]
+    assert "exact-estimate is broken" in capsys.readouterr().out
+    assert "def test_" in Path("test_block_estimate.py").read_text()
 
 
 @pytest.mark.parametrize(

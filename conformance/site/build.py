@@ -51,11 +51,8 @@ def build(
     drivers = drivers_of(trees)
     on_progress("drawing charts")
     by_length = charts.estimate_by_length(drivers)
-    drawn = [
-        *([by_length] if by_length else []),
-        charts.verdicts_by_target(rows),
-        charts.time_by_family(rows),
-    ]
+    by_target = charts.verdicts_by_target(rows)
+    drawn = [*([by_length] if by_length else []), by_target, charts.time_by_family(rows)]
     guide_pages = guides.guides(docs)
     site = _Site(rows, has_guides=bool(guide_pages))
     files = {
@@ -79,7 +76,7 @@ def build(
         sheets=sheets,
         totals=summary(rows),
         chart=by_length,
-        counts=charts.verdicts_by_target(rows),
+        counts=by_target,
         families=[slug for slug in FAMILIES if any(row["family"] == slug for row in rows)],
         managers=[slug for slug in MANAGERS if any(row["manager"] == slug for row in rows)],
         guides={
@@ -167,7 +164,7 @@ class _Site:
             keep_trailing_newline=True,
             autoescape=True,
         )
-        self._environment.filters["short"] = names.short
+        self._environment.filters |= {"short": names.short, "listed": names.listed}
         self._shared: dict[str, Any] = {
             "targets": list(dict.fromkeys(row["target"] for row in rows)),
             "versions": f"capproof {project_version()}, z3 {SOLVER_VERSION}",

@@ -81,7 +81,7 @@ def estimate_by_length(drivers: Mapping[str, Driver | str]) -> Chart | None:
             estimates.setdefault(seen[0], []).append(target)
             draws.setdefault(seen[1], []).append(target)
     series = {
-        f"{what}, {_short_list(targets)}": values
+        f"{what}, {names.listed(targets)}": values
         for what, found in (("estimate", estimates), ("drawn", draws))
         for values, targets in found.items()
     }
@@ -133,20 +133,22 @@ def time_by_family(rows: Sequence[Row]) -> Chart:
     chart = _new("HorizontalBar", colours=colours, height=height, x_title="seconds")
     chart.x_labels = families[::-1]
     for target, values in seconds.items():
-        chart.add(_short(target), [round(value, 1) for value in reversed(values)])
+        chart.add(names.short(target), [round(value, 1) for value in reversed(values)])
     title = "Time of the proofs, by family of steps"
-    said = "; ".join(f"{_short(t)}: {sum(values):.0f} seconds" for t, values in seconds.items())
+    said = "; ".join(
+        f"{names.short(t)}: {sum(values):.0f} seconds" for t, values in seconds.items()
+    )
     return Chart(
         "time-by-family",
         title,
         "Seconds of one processor, added up over theorems, managers and tags of a family.",
         _drawn(chart, "time-by-family", title, f"Altogether {said}."),
-        ("family", *map(_short, targets)),
+        ("family", *map(names.short, targets)),
         tuple(
             (family, *(f"{seconds[target][i]:.1f}" for target in targets))
             for i, family in enumerate(families)
         ),
-        _legend(map(_short, targets)),
+        _legend(map(names.short, targets)),
     )
 
 
@@ -168,12 +170,12 @@ def verdicts_by_target(rows: Sequence[Row]) -> Chart:
         height=70 + 34 * len(targets),
         x_title="verdicts",
     )
-    chart.x_labels = [_short(target) for target in reversed(targets)]
+    chart.x_labels = [names.short(target) for target in reversed(targets)]
     for verdict, values in counts.items():
         chart.add(_in_words(verdict), values[::-1])
     title = "Verdicts by release"
     said = "; ".join(
-        f"{_short(target)}: {', '.join(f'{values[i]} {v}' for v, values in counts.items())}"
+        f"{names.short(target)}: {', '.join(f'{values[i]} {v}' for v, values in counts.items())}"
         for i, target in enumerate(targets)
     )
     return Chart(
@@ -183,7 +185,7 @@ def verdicts_by_target(rows: Sequence[Row]) -> Chart:
         _drawn(chart, "verdicts-by-release", title, said),
         ("release", *map(_in_words, counts)),
         tuple(
-            (_short(target), *(str(values[i]) for values in counts.values()))
+            (names.short(target), *(str(values[i]) for values in counts.values()))
             for i, target in enumerate(targets)
         ),
         tuple(zip(colours, map(_in_words, counts), strict=True)),
@@ -214,14 +216,6 @@ def _seen(driver: Driver) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     except DriverError:
         return None
     return tuple(step.estimate for step in steps), tuple(step.drawn for step in steps)
-
-
-def _short(target: str) -> str:
-    return names.short(target)
-
-
-def _short_list(targets: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(map(_short, targets[:-1])), _short(targets[-1])]))
 
 
 def _in_words(verdict: str) -> str:

@@ -55,7 +55,9 @@ class Finding:
 
 
 def guides(docs: Path = DOCS) -> dict[str, Guide]:
-    """Return the pages by their file below a folder, none where the folder is missing."""
+    """Return the pages by their file below a folder, none where it is not the project's."""
+    if not all((docs / name).is_file() for name in NAMED):
+        return {}
     files = sorted(file.relative_to(docs).as_posix() for file in docs.rglob("*.md"))
     known = [file for file in files if file != _THE_SITE]
     return {file: _guide(docs, file, known) for file in known}

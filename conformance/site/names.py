@@ -11,6 +11,9 @@ import json
 import re
 from collections.abc import Sequence
 
+from conformance.history import releases_in_words
+from conformance.targets import KNOWN_RELEASES
+
 #: Characters of a text that a name keeps.
 _MOST_CHARACTERS = 80
 #: Hexadecimal digits that tell apart what slugs to the same name.
@@ -62,3 +65,11 @@ def of_row(manager: str, family: str, tags: Sequence[str]) -> str:
 def short(target: str) -> str:
     """Return how a target is called where its kind goes without saying: a release by its number."""
     return target.removeprefix("vllm==")
+
+
+def listed(targets: Sequence[str]) -> str:
+    """Return targets in few words, known releases as ranges."""
+    releases = [short(target) for target in targets]
+    if set(releases) <= set(KNOWN_RELEASES):
+        return releases_in_words(releases)
+    return ", ".join(releases)

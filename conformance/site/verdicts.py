@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from conformance.expectations import where
@@ -90,7 +90,6 @@ class Sheet:
     theorem: Theorem
     targets: tuple[str, ...]
     lines: tuple[Line, ...]
-    scopes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def page(self) -> str:
