@@ -4,6 +4,7 @@ import html
 import json
 import posixpath
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -331,7 +332,8 @@ def test_what_a_page_says_to_run_runs(
     commands = re.findall(r'<pre class="command"><code>capproof ([^<]*)</code>', text)
 
     assert [command.split()[0] for command in commands] == ["replay", "gen-tests"]
-    assert [cli.run(html.unescape(command).split()) for command in commands] == [0, 0]
+    lines = [html.unescape(command).replace("\\\n", "") for command in commands]
+    assert [cli.run(shlex.split(line)) for line in lines] == [0, 0]
     assert "exact-estimate is broken" in capsys.readouterr().out
     assert "def test_" in Path("test_block_estimate.py").read_text()
 

@@ -156,7 +156,7 @@ class Counterexample:
     @property
     def command(self) -> str:
         """The command that takes the steps again, run from the site's folder."""
-        return shlex.join(["capproof", "replay", self.file, "--target", self.target, "--draw"])
+        return _command(["capproof", "replay", self.file], ["--target", self.target], ["--draw"])
 
     def standalone_command(self, driver: Driver) -> str | None:
         """Return the command that renders a test for vLLM itself, None where there are no words."""
@@ -164,8 +164,19 @@ class Counterexample:
             standalone([self.scenario], driver.bindings, self.target)
         except StandaloneError:
             return None
-        command = ["capproof", "gen-tests", "--standalone", self.file, "--target", self.target]
-        return shlex.join([*command, "--out", "test_block_estimate.py"])
+        return _command(
+            ["capproof", "gen-tests", "--standalone", self.file],
+            ["--target", self.target],
+            ["--out", "test_block_estimate.py"],
+        )
+
+    @property
+    def num_reserved(self) -> int | None:
+        """Blocks reserved for others on a pool that just passes the check.
+
+        None where the last step finds a pool with enough.
+        """
+        return NEED_EXACT_POOL.get(self.scenario.theorem or "")
 
     @property
     def at_production_sizes(self) -> dict[str, list[str]]:
@@ -234,6 +245,11 @@ def _steps_of(row: Row) -> object:
     return [scenario["manager"], groups, scenario["geometry"], scenario["steps"], pool]
 
 
+def _command(*lines: Sequence[str]) -> str:
+    """A command as a shell takes it, in lines that need no breaking."""
+    return " \\\n  ".join(map(shlex.join, lines))
+
+
 def _failed(seen: StepSeen) -> bool:
     return seen.step.raised is not None or seen.step.refused
 
@@ -243,12 +259,10 @@ def _compared(scenario: Scenario, theorems: set[str], seen: StepSeen) -> Iterato
     if scenario.theorem in NEED_EXACT_POOL or _failed(seen):
         ended = how_it_ended(step) if _failed(seen) else "goes through"
         yield Line("the step", ended, "goes through", _failed(seen))
-    numbers = {
-        "estimate, blocks": (step.estimate, expect.need),
-        "drawn, blocks": (None if _failed(seen) else step.drawn, expect.need),
-    }
-    for what, (actual, wanted) in numbers.items():
-        yield _line(what, actual, wanted)
+    until = " before it raised" if step.raised else ""
+    yield _line("estimate, blocks", step.estimate, expect.need)
+    if not step.refused:
+        yield _line(f"drawn{until}, blocks", step.drawn, expect.need)
     if "dry-run-parity" in theorems:
         yield _line("dry run, blocks", step.dry_run, step.estimate)
     if _failed(seen):
