@@ -44,6 +44,7 @@ def test_a_site_has_a_page_for_each_theorem_and_each_counterexample(files: dict[
     assert [path for path in files if path.startswith("counterexamples/")] == [
         page,
         page.replace(".html", ".json"),
+        page.replace(".html", "-at-production-sizes-1.json"),
     ]
     (kept,) = loads(files[page.replace(".html", ".json")], name="kept")
     assert kept.name == COUNTEREXAMPLE

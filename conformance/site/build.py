@@ -149,6 +149,7 @@ def _counterexample(site: _Site, one: Counterexample, command: str | None) -> di
             order=ORDER,
         ),
         one.file: one.text,
+        **{at_scale.file: at_scale.text for at_scale in one.at_production_sizes},
     }
 
 

@@ -16,10 +16,11 @@ from conformance.driver import BindingError, Driver, core_driver
 from conformance.expectations import cause, where
 from conformance.obligations import Row
 from conformance.picture import picture
-from conformance.replay import NEED_EXACT_POOL, Outcome, Replay, StepSeen, replay
+from conformance.replay import NEED_EXACT_POOL, Outcome, Replay, replay
 from conformance.report import counterexample_line
 from conformance.scenario import Scenario, dumps, loads
 from conformance.site import names
+from conformance.site.comparison import Line, compared, failed
 from conformance.standalone import StandaloneError, standalone
 from conformance.steps import how_it_ended
 from conformance.svg import svg
@@ -27,30 +28,19 @@ from conformance.targets import Tree
 from spec.families import FAMILIES
 from spec.theorems import THEOREMS
 
-#: What is asked of each step that has no number: the field of `Step`, and the claim in words.
-_CLAIMS = {
-    "dry_run_left_state": "the dry run leaves everything as it was",
-    "tail_is_held": "the table's last 1 + S blocks are held",
-    "checkpoint_block_is_held": "the checkpoint's column holds a block",
-    "returned_new_columns": "the blocks of the new columns are returned",
-    "no_block_is_twice": "no block stands in two columns",
-    "state_is_in_place": "the state that the step starts from stays in place",
-    "only_states_are_held": "blocks stand only in the columns of states",
-    "drawn_are_held": "every block that is drawn is held, and none is given back",
-    "removal_kept_state": "the removal of skipped blocks leaves the running state",
-    "removal_freed_skipped": "it leaves no block before the running state",
-    "removal_freed_ended": "it leaves no block before the last token whose step has ended",
-}
-
 
 @dataclass(frozen=True)
-class Line:
-    """A number, or another thing, that was seen, beside what was to be seen."""
+class AtScale:
+    """The longest prompt that breaks claims at sizes that people run."""
 
-    what: str
-    actual: str
-    expected: str
-    differs: bool
+    file: str
+    """Its scenario's file, below the site's folder."""
+    line: str
+    """Its numbers."""
+    text: str
+    """The scenario's file as text."""
+    theorems: list[str]
+    """Slugs."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +103,7 @@ class Counterexample:
         taken = zip(self.scenario.steps, self.seen.steps, strict=False)
         return [
             {
-                "why": planned.why + (f" ({how_it_ended(seen.step)})" if _failed(seen) else ""),
+                "why": planned.why + (f" ({how_it_ended(seen.step)})" if failed(seen) else ""),
                 "start": planned.call.total_computed_tokens,
                 "end": planned.call.num_tokens_main_model,
                 "lookahead": planned.call.num_tokens - planned.call.num_tokens_main_model,
@@ -136,7 +126,7 @@ class Counterexample:
         if len(self.seen.steps) < len(self.scenario.steps):
             return []
         theorems = {row["theorem"] for row in self.rows}
-        return list(_compared(self.scenario, theorems, self.seen.steps[-1]))
+        return list(compared(self.scenario, theorems, self.seen.steps[-1]))
 
     @property
     def picture(self) -> str:
@@ -179,14 +169,21 @@ class Counterexample:
         return NEED_EXACT_POOL.get(self.scenario.theorem or "")
 
     @property
-    def at_production_sizes(self) -> dict[str, list[str]]:
-        """Longest prompts that break the claims at sizes that people run: theorems by line."""
-        found: dict[str, list[str]] = {}
+    def at_production_sizes(self) -> list[AtScale]:
+        """Longest prompts that break the claims at sizes that people run."""
+        found: dict[str, AtScale] = {}
         for row in self.rows:
-            if row["scenario_at_production_sizes"] is not None:
-                line = counterexample_line(row["scenario_at_production_sizes"], self.target)
-                found.setdefault(line, []).append(row["theorem"])
-        return found
+            content = row["scenario_at_production_sizes"]
+            if content is None:
+                continue
+            line = counterexample_line(content, self.target)
+            if line in found:
+                found[line].theorems.append(row["theorem"])
+            else:
+                file = f"{self.path}-at-production-sizes-{len(found) + 1}.json"
+                scenario = _read(content, self.target)
+                found[line] = AtScale(file, line, dumps(scenario), [row["theorem"]])
+        return list(found.values())
 
 
 def counterexamples(
@@ -202,7 +199,7 @@ def counterexamples(
         ScenarioError: A row's counterexample is no scenario.
     """
     for path, (target, found) in grouped(rows).items():
-        (scenario,) = loads(json.dumps(found[0]["scenario"]), name=f"counterexample in {target}")
+        scenario = _read(found[0]["scenario"], target)
         driver = drivers[target]
         if isinstance(driver, str):
             seen = Replay(scenario.name, target, Outcome.COULD_NOT_RUN, detail=driver)
@@ -245,59 +242,11 @@ def _steps_of(row: Row) -> object:
     return [scenario["manager"], groups, scenario["geometry"], scenario["steps"], pool]
 
 
+def _read(content: Mapping[str, Any], target: str) -> Scenario:
+    (scenario,) = loads(json.dumps(content), name=f"counterexample in {target}")
+    return scenario
+
+
 def _command(*lines: Sequence[str]) -> str:
     """A command as a shell takes it, in lines that need no breaking."""
     return " \\\n  ".join(map(shlex.join, lines))
-
-
-def _failed(seen: StepSeen) -> bool:
-    return seen.step.raised is not None or seen.step.refused
-
-
-def _compared(scenario: Scenario, theorems: set[str], seen: StepSeen) -> Iterator[Line]:
-    step, expect = seen.step, scenario.steps[-1].expect
-    if scenario.theorem in NEED_EXACT_POOL or _failed(seen):
-        ended = how_it_ended(step) if _failed(seen) else "goes through"
-        yield Line("the step", ended, "goes through", _failed(seen))
-    until = " before it raised" if step.raised else ""
-    yield _line("estimate, blocks", step.estimate, expect.need)
-    if not step.refused:
-        yield _line(f"drawn{until}, blocks", step.drawn, expect.need)
-    if "dry-run-parity" in theorems:
-        yield _line("dry run, blocks", step.dry_run, step.estimate)
-    if _failed(seen):
-        return
-    yield _line("columns of the table", step.table_length, expect.table_length)
-    if expect.column_to_retire is not None:
-        yield _line("column to free next", step.column_to_retire, expect.column_to_retire)
-    if step.checkpoint_position is not None and (step.checkpoint_is_pending or expect.checkpoint):
-        pending, intended = step.pending_checkpoint, expect.checkpoint
-        what = "checkpoint: tokens, column"
-        yield Line(what, _shown(pending), _shown(intended), pending != intended)
-    if any(one.num_request_tokens for one in scenario.steps):
-        least = step.held if "gate-covers-lifetime" in theorems else step.drawn
-        told = f"{least:,} or more"
-        yield Line("told to the gate, blocks", f"{step.gate:,}", told, step.gate < least)
-    if "peak-within-sizing" in theorems:
-        yield _bounded("held, blocks", step.held, step.reserved_at_startup)
-    if "eventually-admitted" in theorems:
-        whole = step.held_before + step.estimate
-        yield _bounded("held before and estimate, blocks", whole, step.reserved_at_startup)
-    for field, claim in _CLAIMS.items():
-        if not getattr(step, field):
-            yield Line(claim, "no", "yes", True)
-
-
-def _line(what: str, actual: object, wanted: object) -> Line:
-    is_known = actual is not None and wanted is not None
-    return Line(what, _shown(actual), _shown(wanted), is_known and actual != wanted)
-
-
-def _bounded(what: str, actual: int, most: int) -> Line:
-    return Line(what, f"{actual:,}", f"{most:,} or less, which start-up reserves", actual > most)
-
-
-def _shown(value: object) -> str:
-    if value is None:
-        return "none"
-    return f"{value:,}" if isinstance(value, int) else str(value)
