@@ -14,7 +14,7 @@ NEWEST := vllm==0.33.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup prove matrix gen-tests conformance test coverage coverage-generated selfcheck check bench bench-peers mutants clean
+.PHONY: help setup prove matrix report gen-tests conformance test coverage coverage-generated selfcheck check bench bench-peers mutants clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,10 @@ prove: $(PROVE) ## prove or refute each theorem for the default targets
 
 matrix: $(PROVE) ## the same for every known release, into docs/matrix.md
 	$(BIN)/capproof prove --matrix docs/matrix.md \
+	  $$($(BIN)/capproof targets | sed -n 's/^\(vllm==[^ ]*\)  known.*/--target \1/p')
+
+report: $(PROVE) ## verdicts, counterexamples and charts of every known release, as a site in report/
+	$(BIN)/capproof report --out report \
 	  $$($(BIN)/capproof targets | sed -n 's/^\(vllm==[^ ]*\)  known.*/--target \1/p')
 
 gen-tests: $(PROVE) ## write generated_tests/ anew

@@ -21,6 +21,7 @@ from conformance.commands.lives import explore
 from conformance.commands.output import drop_output, fail, stopped
 from conformance.commands.prove import prove
 from conformance.commands.replay import replay
+from conformance.commands.report import report
 from conformance.commands.workloads import workloads
 from conformance.targets import TargetError
 
@@ -33,7 +34,7 @@ def cli() -> None:
 
 for _command in (prove, gen_tests, conform, replay, workloads, explore, bisect):
     cli.add_command(_command)
-for _command in (list_targets, explain):
+for _command in (report, list_targets, explain):
     cli.add_command(_command)
 
 

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import spec
 from conformance.targets import KNOWN_RELEASES
@@ -42,13 +43,18 @@ def expectations() -> dict[_Key, str]:
     Raises:
         ValueError: The file expects what cannot be expected, or of what does not exist.
     """
+    return {key: entry["verdict"] for key, entry in _entries().items()}
+
+
+def _entries() -> dict[_Key, dict[str, Any]]:
+    """The entry of the file that stands for each obligation, the last that names it."""
     content = tomllib.loads(EXPECTATIONS_FILE.read_text(encoding="utf-8"))
     known = {
         "targets": [f"vllm=={release}" for release in KNOWN_RELEASES],
         "families": [where(family, tags) for family, tags in OBLIGATIONS],
         "theorems": list(THEOREMS),
     }
-    found: dict[_Key, str] = {}
+    found: dict[_Key, dict[str, Any]] = {}
     for entry in content["expect"]:
         if entry["verdict"] not in EXPECTABLE:
             raise ValueError(f"{EXPECTATIONS_FILE}: {entry['verdict']} cannot be expected")
@@ -57,7 +63,7 @@ def expectations() -> dict[_Key, str]:
         for target in targets:
             for manager, family, theorem in product(entry_managers, families, theorems):
                 if manager in THEOREMS[theorem].managers:
-                    found[target, manager, family, theorem] = entry["verdict"]
+                    found[target, manager, family, theorem] = entry
     return found
 
 
@@ -76,3 +82,13 @@ def _matching(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
 def expected(target: str, manager: str, family: str, theorem: str) -> str | None:
     """Return the expected verdict, None for a target without expectations."""
     return expectations().get((target, manager, family, theorem))
+
+
+def cause(target: str, manager: str, family: str, theorem: str) -> str | None:
+    """Return the public report, or the cause, of what is expected; None where none is given."""
+    return _causes().get((target, manager, family, theorem))
+
+
+@cache
+def _causes() -> dict[_Key, str]:
+    return {key: entry["report"] for key, entry in _entries().items() if "report" in entry}

@@ -91,22 +91,16 @@ def nearest(slug: str) -> list[str]:
 def _theorem(theorem: Theorem) -> str:
     about = [kind for kind in OBLIGATIONS if theorem.why_not(*kind) is None]
     elsewhere = [f"Not the others: {theorem.not_elsewhere}."] if theorem.not_elsewhere else []
-    scope = (
-        "Steps that raise are covered too."
-        if theorem.survives_exception
-        else "Steps that raise are left to allocation-succeeds."
-    )
     in_force = [
-        f"{assumption.slug}{' (several groups)' if assumption in _OF_SEVERAL else ''}"
-        for assumption in _ALL_ASSUMPTIONS
-        if _is_in_force(assumption, theorem)
+        f"{assumption.slug}{' (several groups)' if is_of_several_groups(assumption) else ''}"
+        for assumption in assumptions_of(theorem)
     ]
     return "\n".join(
         (
             f"{theorem.slug}: {theorem.sentence}",
             "",
             theorem.unsat_iff,
-            scope,
+            about_exceptions(theorem),
             *_listed(f"Families: {kinds_in_words(about)}.{_star(kinds_in_words(about))}", ""),
             *elsewhere,
             *(
@@ -123,6 +117,23 @@ def _theorem(theorem: Theorem) -> str:
             *_listed(", ".join(in_force)),
         )
     )
+
+
+def assumptions_of(theorem: Theorem) -> list[Assumption]:
+    """Return what may be in force where a theorem is proved, by release and kind of step."""
+    return [one for one in _ALL_ASSUMPTIONS if _is_in_force(one, theorem)]
+
+
+def is_of_several_groups(assumption: Assumption) -> bool:
+    """Return whether an assumption is in force only where several groups share a pool."""
+    return assumption in _OF_SEVERAL
+
+
+def about_exceptions(theorem: Theorem) -> str:
+    """Return in a sentence whether a theorem says something of steps that raise."""
+    if theorem.survives_exception:
+        return "Steps that raise are covered too."
+    return "Steps that raise are left to allocation-succeeds."
 
 
 def _refuted(head: str, lines: list[str]) -> list[str]:

@@ -103,7 +103,7 @@ def write(files: Mapping[Path, str], out: Path) -> list[Path]:
         for path, text in files.items():
             if _text(out / path) != text:
                 (out / path).parent.mkdir(parents=True, exist_ok=True)
-                _replace(out / path, text)
+                replace_file(out / path, text)
                 changed.append(path)
         for path in _generated_in(out):
             if path not in files:
@@ -336,7 +336,7 @@ def _text(path: Path) -> str | None:
         return None
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
     """Write a file: a reader sees the old one or the new one, never half of one."""
     temporary = path.with_name(f".{os.getpid()}.tmp")
     try:

@@ -1,0 +1,1 @@
+"""The report: verdicts, counterexamples and their pictures as a static site."""
