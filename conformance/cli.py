@@ -82,6 +82,9 @@ def cli() -> None:
 @click.option("--theorem", "theorems", multiple=True, metavar="SLUG", help="Default: all.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write verdicts.")
 @click.option("--matrix", type=click.Path(path_type=Path), help="Also write a page of tables.")
+@click.option("--junit", type=click.Path(path_type=Path), help="Also write JUnit XML.")
+@click.option("--markdown", type=click.Path(path_type=Path), help="Also write a summary.")
+@click.option("--sarif", type=click.Path(path_type=Path), help="Also write SARIF annotations.")
 @_no_cache_option
 @click.option(
     "--crosscheck",
@@ -97,21 +100,30 @@ def prove(
     theorems: tuple[str, ...],
     json_file: Path | None,
     matrix: Path | None,
+    junit: Path | None,
+    markdown: Path | None,
+    sarif: Path | None,
     no_cache: bool,
     crosscheck: bool,
     jobs: int,
 ) -> int:
     """Settle each theorem for each kind of step of each target."""
+    from conformance.ci_reports import reports, same_file
     from conformance.matrix import page, traits_in, verdicts_of
     from conformance.obligations import Selection, document, is_as_expected, summary
+    from conformance.outcomes import advice
     from conformance.report import show_differences, show_unproved, show_verdicts
 
     _check_names(managers, families, theorems)
     selection = Selection(families, theorems, managers=managers)
     if not list(selection.obligations()):
         raise CannotRun("nothing to prove: no obligation is in this selection")
-    _check_writable("--json", json_file)
-    _check_writable("--matrix", matrix)
+    outputs = {"--json": json_file, "--matrix": matrix}
+    outputs |= {"--junit": junit, "--markdown": markdown, "--sarif": sarif}
+    for option, file in outputs.items():
+        _check_writable(option, file)
+    if (pair := same_file(outputs)) is not None:
+        raise CannotRun(f"{pair[0]} and {pair[1]} name the same file; name two")
     trees = _resolved(targets or DEFAULT_TARGETS)
     baseline = _resolved((against,))[0] if against else None
     wanted = [*trees, *([baseline] if baseline and baseline not in trees else [])]
@@ -126,13 +138,17 @@ def prove(
         _write(json_file, json.dumps(document(rows, differences), indent=2) + "\n")
     if matrix is not None:
         _write(matrix, page(verdicts_of(rows), {t.target: traits_in(t.root) for t in trees}))
-    console = _console()
+    for file, text in reports(outputs, rows, {t.target: t.root for t in trees}):
+        _write(file, text)
+    console, kept = _console(), _keep_scenarios(rows)
     show_verdicts(console, rows)
-    show_unproved(console, rows, _keep_scenarios(rows))
+    show_unproved(console, rows, kept)
     show_differences(console, differences or ())
     _print(console, summary(rows))
     surprises = any(not is_as_expected(row) for row in rows)
     unconfirmed = crosscheck and not _show_crosscheck(console, rows)
+    if (line := advice(rows, kept)) is not None:
+        _print(console, line)
     return NOT_AS_EXPECTED if surprises or unconfirmed else AS_EXPECTED
 
 
