@@ -125,7 +125,7 @@ def _replay_command(row: Row, paths: Mapping[tuple[str, str], str]) -> str | Non
     path = row["scenario"] and paths.get((row["target"], row["scenario"]["name"]))
     if path is None:
         return None
-    return shlex.join(["capproof", "replay", path, "--target", row["target"], "--draw"])
+    return shlex.join(["capproof", "replay", "--target", row["target"], "--draw", path])
 
 
 def first_to_look_at(rows: Sequence[Row]) -> Row | None:

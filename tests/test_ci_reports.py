@@ -97,7 +97,7 @@ def test_advice_says_what_to_do() -> None:
     name = SCENARIO["name"]
     refuted = advice([row(), UNSUPPORTED, row("REFUTED")], {(TARGET, name): "a file.json"})
     assert refuted is not None
-    assert f"`capproof replay 'a file.json' --target {TARGET} --draw`" in refuted
+    assert f"`capproof replay --target {TARGET} --draw 'a file.json'`" in refuted
 
     assert "is PROVED now, no longer REFUTED" in (advice([row("PROVED", "REFUTED")]) or "")
     assert f"{PLACE}; see `capproof explain UNSUPPORTED`" in (advice([UNSUPPORTED]) or "")
