@@ -37,6 +37,12 @@ WITHOUT_MEMORY = ("0.24.0", "0.25.0", "0.26.0", "0.27.0", "0.28.0")
 #: Violations of a target that are shown.
 _MOST_LINES = 10
 
+#: Starts pytest in the caller's folder, which relative targets and files mean, without having it on
+#: the path of imports: a vLLM checkout would be imported instead of the target.
+_START = (
+    "import sys; sys.path[:] = [folder for folder in sys.path if folder]; "
+    "import pytest; sys.exit(pytest.main())"
+)
 #: pytest's own exit status when it collected no test.
 _NO_TESTS_COLLECTED = 5
 
@@ -74,7 +80,8 @@ def run(
         trees = {target: _resolved(target) for target in targets}
     except ConformError as error:
         return _could_not_run(str(error))
-    base = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--capproof-tier", tier]
+    base = [sys.executable, "-c", _START, "-c", str(PROJECT_ROOT / "pyproject.toml")]
+    base += ["-p", "no:cacheprovider", "--capproof-tier", tier]
     base += [] if against is None else ["--capproof-against", against]
     tail = [str(tests_dir), *pytest_args]
     if tier == "core":
@@ -212,7 +219,7 @@ def _core_environment() -> dict[str, str]:
 
 def _run_pytest(command: Sequence[str], environment: dict[str, str], tests_dir: Path) -> int:
     sys.stdout.flush()
-    status = subprocess.run(command, env=environment, cwd=PROJECT_ROOT, check=False).returncode
+    status = subprocess.run(command, env=environment, check=False).returncode
     if status == _NO_TESTS_COLLECTED:
         return _could_not_run(f"{tests_dir}: no test was collected")
     return status if status in (AS_EXPECTED, FAILURES) else COULD_NOT_RUN
