@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,12 @@ WITHOUT_MEMORY = ("0.24.0", "0.25.0", "0.26.0", "0.27.0", "0.28.0")
 #: Violations of a target that are shown.
 _MOST_LINES = 10
 
+#: Starts pytest in the caller's folder, which relative targets and files mean, without having it on
+#: the path of imports: a vLLM checkout would be imported instead of the target.
+_START = (
+    "import sys; sys.path[:] = [folder for folder in sys.path if folder]; "
+    "import pytest; sys.exit(pytest.main())"
+)
 #: pytest's own exit status when it collected no test.
 _NO_TESTS_COLLECTED = 5
 
@@ -73,7 +80,8 @@ def run(
         trees = {target: _resolved(target) for target in targets}
     except ConformError as error:
         return _could_not_run(str(error))
-    base = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--capproof-tier", tier]
+    base = [sys.executable, "-c", _START, "-c", str(PROJECT_ROOT / "pyproject.toml")]
+    base += ["-p", "no:cacheprovider", "--capproof-tier", tier]
     base += [] if against is None else ["--capproof-against", against]
     tail = [str(tests_dir), *pytest_args]
     if tier == "core":
@@ -83,31 +91,56 @@ def run(
     for target, tree in trees.items():
         command = [*base, "--capproof-target", target, *tail]
         statuses.append(_run_pytest(command, tier_environment(tree.root), tests_dir))
-        statuses.append(_live_with_memory(tree, _device(device), against))
+        statuses.append(_live_with_memory(tree, device, against))
     return max(statuses)
 
 
 def _live_with_memory(tree: Tree, device: str, against: str | None) -> int:
     """Live random lives of a target on KV-cache tensors, and say what came of it."""
+    try:
+        seen = live_with_memory(tree, device, against)
+    except DriverError as error:
+        return _could_not_run(f"{tree.target}: {error}")
+    print("\n".join([*(f"capproof: {tree.target}: {line}" for line in seen.said), *seen.wrong]))
+    return FAILURES if seen.wrong else AS_EXPECTED
+
+
+@dataclass(frozen=True)
+class MemorySeen:
+    """What lives of a target on KV-cache tensors showed.
+
+    Attributes:
+        was_run: Whether there were any: a release may have no such memory.
+        said: Lines that say what was done, or why nothing was.
+        wrong: Violations that are not known and copies that differ, a line each, if many not all.
+    """
+
+    was_run: bool
+    said: tuple[str, ...]
+    wrong: tuple[str, ...] = ()
+
+
+def live_with_memory(tree: Tree, device: str, against: str | None) -> MemorySeen:
+    """Live random lives of a target on KV-cache tensors, in a process of its own.
+
+    Args:
+        tree: The target.
+        device: One of `DEVICES`.
+        against: Target whose known faults are expected of a target without expectations.
+
+    Raises:
+        DriverError: The tree cannot be driven, or the device lacks memory.
+    """
     from conformance.memory_lives import run_in
 
     if tree.release in WITHOUT_MEMORY:
-        print(f"capproof: {tree.target}: no KV memory: its worker has no allocate_kv_cache")
-        return AS_EXPECTED
+        return MemorySeen(False, ("no KV memory: its worker has no allocate_kv_cache",))
     known_as = tree.target if tree.release or against is None else against
-    try:
-        numbers = {"num_lives": NUM_LIVES, "num_compared": NUM_COMPARED}
-        lives = run_in(tree.root, known_as, device, **numbers)
-    except DriverError as error:
-        return _could_not_run(f"{tree.target}: {error}")
-    print(f"capproof: {tree.target}: {summary(lives)}")
-    print(f"capproof: {tree.target}: {lives.copies}")
-    wrong = [*lives.unknown, *lives.differing]
-    for line in wrong[:_MOST_LINES]:
-        print(f"  {line}")
-    if len(wrong) > _MOST_LINES:
-        print(f"  and {len(wrong) - _MOST_LINES} more")
-    return FAILURES if wrong else AS_EXPECTED
+    numbers = {"num_lives": NUM_LIVES, "num_compared": NUM_COMPARED}
+    lives = run_in(tree.root, known_as, _device(device), **numbers)
+    wrong = [f"  {line}" for line in (*lives.unknown, *lives.differing)]
+    more = [f"  and {len(wrong) - _MOST_LINES} more"] if len(wrong) > _MOST_LINES else []
+    return MemorySeen(True, (summary(lives), lives.copies), (*wrong[:_MOST_LINES], *more))
 
 
 def summary(lives: MemoryLives) -> str:
@@ -129,13 +162,18 @@ def _check_request(targets: Sequence[str], tier: str, tests_dir: Path, device: s
         raise ConformError("no target given")
     if not Path(tests_dir).is_dir():
         raise ConformError(f"{tests_dir}: no such folder; render the tests with gen-tests")
-    _check_installed("pytest")
+    check_installed("pytest")
     if tier == "vllm":
-        _check_installed("torch")
+        check_installed("torch")
     _check_device(device, tier)
 
 
-def _check_installed(package: str) -> None:
+def check_installed(package: str) -> None:
+    """Refuse to go on without a package.
+
+    Raises:
+        ConformError: It is not installed.
+    """
     if importlib.util.find_spec(package) is None:
         raise ConformError(f"{package} is not installed in {sys.executable}; run make setup")
 
@@ -147,8 +185,17 @@ def _check_device(device: str, tier: str) -> None:
         return
     if tier != "vllm":
         raise ConformError("--device cuda needs --tier vllm: the core tier runs without torch")
+    check_cuda("--device")
+
+
+def check_cuda(option: str) -> None:
+    """Refuse `cuda` where torch finds no such device.
+
+    Raises:
+        ConformError: It finds none.
+    """
     if not importlib.import_module("torch").cuda.is_available():
-        raise ConformError("--device cuda: torch finds no CUDA device on this machine")
+        raise ConformError(f"{option} cuda: torch finds no CUDA device on this machine")
 
 
 def _device(device: str) -> str:
@@ -172,7 +219,7 @@ def _core_environment() -> dict[str, str]:
 
 def _run_pytest(command: Sequence[str], environment: dict[str, str], tests_dir: Path) -> int:
     sys.stdout.flush()
-    status = subprocess.run(command, env=environment, cwd=PROJECT_ROOT, check=False).returncode
+    status = subprocess.run(command, env=environment, check=False).returncode
     if status == _NO_TESTS_COLLECTED:
         return _could_not_run(f"{tests_dir}: no test was collected")
     return status if status in (AS_EXPECTED, FAILURES) else COULD_NOT_RUN

@@ -3,6 +3,10 @@
 `driver` is one driver per target. A test of a theorem that it, or one of its parameter sets, is
 marked `refuted` of for a target is a strict xfail there: a fix is noticed, and another failure is
 not hidden.
+
+Hooks come from the conftest of a folder that gen-tests wrote, from the distribution's plugin
+(`conformance.pytest_plugin`) where one of its options is given, or from both; each does its work
+once.
 """
 
 from __future__ import annotations
@@ -14,37 +18,32 @@ import pytest
 
 from conformance.driver import BindingError, Driver, core_driver, vllm_driver
 from conformance.expectations import expectations
+from conformance.pytest_plugin import pytest_addoption
 from conformance.targets import DEFAULT_TARGETS, TargetError, resolve
+
+__all__ = [
+    "driver",
+    "pytest_addoption",
+    "pytest_collection_modifyitems",
+    "pytest_configure",
+    "pytest_generate_tests",
+    "pytest_report_header",
+    "pytest_sessionstart",
+]
 
 COULD_NOT_RUN = 2
 
 _drivers = pytest.StashKey[dict[str, Driver]]()
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options that say what to run on."""
-    group = parser.getgroup("capproof")
-    group.addoption(
-        "--capproof-target",
-        action="append",
-        metavar="T",
-        help="vLLM tree to test, may be repeated (default: the project's default targets)",
-    )
-    group.addoption(
-        "--capproof-against",
-        metavar="T",
-        help="target whose known faults a target without expectations has too",
-    )
-    group.addoption(
-        "--capproof-tier",
-        choices=("core", "vllm"),
-        default="core",
-        help="core: the tree's managers under placeholders; vllm: everything imported for real",
-    )
+#: What a configuration, a test function or an item has been through.
+_is_done = pytest.StashKey[bool]()
+_is_announced = pytest.StashKey[bool]()
+_is_extended = pytest.StashKey[bool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers."""
+    if not _is_first(config.stash, _is_done):
+        return
     config.addinivalue_line("markers", "theorem(slug): the theorem that the test asserts")
     config.addinivalue_line(
         "markers",
@@ -68,10 +67,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         _stop("the vllm tier runs one target per process: give one --capproof-target")
     for target in targets:
         _driver_of(session.config, target)
+    _check_device(session.config.getoption("--capproof-device", None))
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """Say which vLLM is under test, in which tier."""
+    if not _is_first(config.stash, _is_announced):
+        return []
     return [
         f"capproof: {target}, tier {_tier(config)}, {driver.location}"
         for target, driver in config.stash[_drivers].items()
@@ -80,13 +82,19 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run every test that takes a driver once per target."""
-    if "driver" in metafunc.fixturenames:
+    if "driver" in metafunc.fixturenames and _is_first(metafunc.definition.stash, _is_done):
         targets = _targets(metafunc.config)
         metafunc.parametrize("driver", targets, ids=targets, indirect=True, scope="session")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
+) -> None:
     """Leave out what the target cannot be asked; expect the failure of what is refuted for it."""
+    if config.getoption("--capproof-device", None) and _is_first(config.stash, _is_extended):
+        from conformance.memory_items import memory_tests
+
+        items += memory_tests(session, [resolve(target) for target in _targets(config)])
     against = config.getoption("--capproof-against", None)
     applicable: list[pytest.Item] = []
     not_applicable: list[pytest.Item] = []
@@ -96,6 +104,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=not_applicable)
         items[:] = applicable
     for item in applicable:
+        if not _is_first(item.stash, _is_done):
+            continue
         for mark in item.iter_markers("refuted"):
             reasons = _reasons(item, mark)
             if mark.kwargs["theorem"] != _theorem_of(item):
@@ -110,6 +120,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def driver(request: pytest.FixtureRequest) -> Driver:
     """The driver of one target."""
     return _driver_of(request.config, request.param)
+
+
+def _is_first(stash: pytest.Stash, key: pytest.StashKey[bool]) -> bool:
+    """Whether a hook sees something for the first time; from now on it has."""
+    is_new = key not in stash
+    stash[key] = True
+    return is_new
 
 
 def _cannot_be_asked(item: pytest.Item) -> bool:
@@ -176,7 +193,7 @@ def _targets(config: pytest.Config) -> list[str]:
 
 
 def _tier(config: pytest.Config) -> str:
-    return str(config.getoption("--capproof-tier", "core"))
+    return str(config.getoption("--capproof-tier", None) or "core")
 
 
 def _driver_of(config: pytest.Config, target: str) -> Driver:
@@ -190,6 +207,20 @@ def _driver_of(config: pytest.Config, target: str) -> Driver:
         except BindingError as error:
             _stop(f"{target}: {error}")
     return drivers[target]
+
+
+def _check_device(device: str | None) -> None:
+    """Refuse a device that is not there, before anything is collected."""
+    if device is None:
+        return
+    from conformance.conform import ConformError, check_cuda, check_installed
+
+    try:
+        check_installed("torch")
+        if device == "cuda":
+            check_cuda("--capproof-device")
+    except ConformError as error:
+        _stop(str(error))
 
 
 def _stop(reason: str) -> NoReturn:

@@ -258,6 +258,24 @@ def test_a_tree_that_cannot_be_driven_stops_the_run(
     assert "passed" not in out
 
 
+def test_relative_paths_are_those_of_the_caller(
+    tests_dir: Tests,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A target, a folder of tests and a file of pytest's mean what they do where the command is."""
+    tests_dir(RENDERED)
+    monkeypatch.chdir(tmp_path)
+    Path("vllm").symlink_to(resolve(NEW).root / "vllm")
+
+    status = run(["path:."], "core", ["--junitxml=out.xml"], Path("."), against=NEW)
+
+    assert status == AS_EXPECTED
+    assert f"capproof: path:., tier core, {tmp_path}\n" in capfd.readouterr().out
+    assert Path("out.xml").is_file()
+
+
 @pytest.mark.skipif(not HAS_TORCH, reason="the vllm tier needs torch")
 def test_the_vllm_tier_runs_one_process_per_target(
     tests_dir: Tests, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -24,7 +24,7 @@ PROOF_PACKAGES = ("z3", "cvc5", "jinja2")
 #: Packages that the driver's side needs in the vllm tier at most, or not at all.
 DRIVER_SIDE = (
     *("scenario", "bindings", "driver", "replay", "conform", "workload", "engine"),
-    *("layout", "picture", "svg"),
+    *("layout", "picture", "svg", "pytest_plugin"),
 )
 
 

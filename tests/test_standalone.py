@@ -9,10 +9,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
+from in_core import outcomes_in_core
 
 from conformance import cli
 from conformance.driver import core_driver
@@ -20,7 +20,6 @@ from conformance.replay import PROJECT_ROOT, tier_environment
 from conformance.scenario import Scenario, dumps, load
 from conformance.standalone import CLAIMS, StandaloneError, standalone
 from conformance.targets import DEFAULT_TARGETS, resolve
-from models.loader import BLOCK_POOL, INTERFACE, MANAGERS, Core
 from spec.families import FAMILIES
 from spec.theorems import THEOREMS
 
@@ -71,32 +70,6 @@ def sayable(target: str, root: Path) -> Iterator[Scenario]:
             continue
         if target in (scenario.predicted or {}):
             yield scenario
-
-
-def outcomes_in_core(text: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
-    """Run a file's tests against a tree's core under placeholders: whether each of them passes."""
-    core = Core(root)
-    for name in (BLOCK_POOL, MANAGERS, INTERFACE):
-        monkeypatch.setitem(sys.modules, name, core.module(name))
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(float32=None))
-    # The marker is vLLM's.
-    monkeypatch.setitem(sys.modules, "pytest", SimpleNamespace(mark=SimpleNamespace(cpu_test=None)))
-    names: dict[str, object] = {}
-    exec(compile(text, "standalone.py", "exec"), names)
-    monkeypatch.undo()
-    return {
-        name: _passes(test)
-        for name, test in names.items()
-        if name.startswith("test_") and callable(test)
-    }
-
-
-def _passes(test: object) -> bool:
-    try:
-        test()  # type: ignore[operator]
-    except (AssertionError, ValueError):
-        return False
-    return True
 
 
 def holds(scenario: Scenario, target: str) -> bool:

@@ -40,6 +40,9 @@ from conformance.targets import DEFAULT_TARGETS, Tree
 @click.option("--theorem", "theorems", multiple=True, metavar="SLUG", help="Default: all.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write verdicts.")
 @click.option("--matrix", type=click.Path(path_type=Path), help="Also write a page of tables.")
+@click.option("--junit", type=click.Path(path_type=Path), help="Also write JUnit XML.")
+@click.option("--markdown", type=click.Path(path_type=Path), help="Also write a summary.")
+@click.option("--sarif", type=click.Path(path_type=Path), help="Also write SARIF annotations.")
 @no_cache_option
 @click.option(
     "--crosscheck",
@@ -55,13 +58,18 @@ def prove(
     theorems: tuple[str, ...],
     json_file: Path | None,
     matrix: Path | None,
+    junit: Path | None,
+    markdown: Path | None,
+    sarif: Path | None,
     no_cache: bool,
     crosscheck: bool,
     jobs: int,
 ) -> int:
     """Settle each theorem for each kind of step of each target."""
+    from conformance.ci_reports import reports, same_file
     from conformance.matrix import page, traits_in, verdicts_of
     from conformance.obligations import Selection, document, is_as_expected, summary
+    from conformance.outcomes import advice
     from conformance.report import show_differences, show_unproved, show_verdicts
     from models import second_solver
 
@@ -69,8 +77,12 @@ def prove(
     selection = Selection(families, theorems, managers=managers)
     if not list(selection.obligations()):
         raise CannotRun("nothing to prove: no obligation is in this selection")
-    check_writable("--json", json_file)
-    check_writable("--matrix", matrix)
+    outputs = {"--json": json_file, "--matrix": matrix}
+    outputs |= {"--junit": junit, "--markdown": markdown, "--sarif": sarif}
+    for option, file in outputs.items():
+        check_writable(option, file)
+    if (pair := same_file(outputs)) is not None:
+        raise CannotRun(f"{pair[0]} and {pair[1]} name the same file; name two")
     if crosscheck:
         with cannot_run_on(second_solver.SecondSolverMissing):
             second_solver.require()
@@ -88,13 +100,17 @@ def prove(
         write_whole(json_file, json.dumps(document(rows, differences), indent=2) + "\n")
     if matrix is not None:
         write_whole(matrix, page(verdicts_of(rows), {t.target: traits_in(t.root) for t in trees}))
-    console = new_console()
+    for file, text in reports(outputs, rows, {t.target: t.root for t in trees}):
+        write_whole(file, text)
+    console, kept = new_console(), keep_scenarios(rows)
     show_verdicts(console, rows)
-    show_unproved(console, rows, keep_scenarios(rows))
+    show_unproved(console, rows, kept)
     show_differences(console, differences or ())
     print_line(console, summary(rows))
     surprises = any(not is_as_expected(row) for row in rows)
     unconfirmed = crosscheck and not _show_crosscheck(console, rows)
+    if (line := advice(rows, kept)) is not None:
+        print_line(console, line)
     return NOT_AS_EXPECTED if surprises or unconfirmed else AS_EXPECTED
 
 
