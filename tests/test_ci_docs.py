@@ -75,10 +75,11 @@ def test_the_workflow_proves_each_change_of_the_core_and_keeps_what_it_finds() -
         assert job["runs-on"]
         assert all(("run" in step) != ("uses" in step) for step in job["steps"])
 
-    (prove, conform) = in_workflow()
+    (prove, report, conform) = in_workflow()
     assert {"--against", "--junit", "--markdown", "--sarif", "--json"} <= set(prove)
     assert conform[: conform.index("--")].count("cuda") == 1
     written = {prove[prove.index(option) + 1] for option in ("--junit", "--sarif", "--json")}
+    written.add(report[report.index("--out") + 1])
     assert all(file.startswith("capproof-out/") for file in written)
     uploads = [step["with"] for step in steps() if "upload" in step.get("uses", "")]
     assert prove[prove.index("--sarif") + 1] in [given.get("sarif_file") for given in uploads]
