@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from conformance.cli import GENERATED_TESTS
+from conformance.commands.arguments import GENERATED_TESTS
 from conformance.obligations import Row
 from conformance.site import guides
 from conformance.site.build import build

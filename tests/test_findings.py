@@ -1,4 +1,4 @@
-"""What docs/findings.md says of the newest release.
+"""What docs/findings/ says of the newest release.
 
 Shown by vLLM's own `allocate_slots`, mended in a patched copy, and the mend proved.
 """

@@ -216,8 +216,18 @@ def test_findings_are_found_by_the_theorems_that_they_name() -> None:
     """A theorem's page leads to the findings whose table names it, with their public reports."""
     (first, *_) = guides.findings()["exact-estimate"]
 
-    assert first.href.startswith("docs/findings.html#")
+    assert first.href.startswith("docs/findings/")
     assert cause(TARGETS[0], "mamba-align", "checkpoint", "bounded-demand") is not None
+
+
+def test_every_finding_is_listed_once() -> None:
+    """The list of findings leads to each page of them, by its title."""
+    listed = re.findall(r"- \[(.*)\]\((findings/.*)\)", (guides.DOCS / "findings.md").read_text())
+    pages = sorted(file for file in (guides.DOCS / "findings").iterdir())
+
+    assert sorted(path for _, path in listed) == [f"findings/{page.name}" for page in pages]
+    for title, path in listed:
+        assert (guides.DOCS / path).read_text().startswith(f"# {title}\n")
 
 
 # ---- the folder ----------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conformance.site import names
+from spec.theorems import THEOREMS
 
 if TYPE_CHECKING:
     from markdown_it.token import Token
@@ -45,13 +46,13 @@ class Guide:
 
 @dataclass(frozen=True)
 class Finding:
-    """A section of the findings."""
+    """A page of `docs/findings/`."""
 
     title: str
     href: str
     """From the site's folder."""
     report: str
-    """The public report, as the section says it; empty where it says nothing."""
+    """The public report, as the page says it; empty where it says nothing."""
 
 
 def guides(docs: Path = DOCS) -> dict[str, Guide]:
@@ -64,18 +65,23 @@ def guides(docs: Path = DOCS) -> dict[str, Guide]:
 
 
 def findings(docs: Path = DOCS) -> dict[str, list[Finding]]:
-    """Return the sections of the findings by the theorem that they name, as they stand there."""
+    """Return the findings by the theorem that they name, in the order of `findings.md`.
+
+    A finding names its theorems in its table, or, where it has none, in its first paragraph.
+    """
     file = docs / "findings.md"
     if not file.is_file():
         return {}
     found: dict[str, list[Finding]] = {}
-    for section in file.read_text(encoding="utf-8").split("\n## ")[1:]:
-        title, _, body = section.partition("\n")
+    for path in re.findall(r"\]\((findings/[^)]*\.md)\)", file.read_text(encoding="utf-8")):
+        title, _, body = (docs / path).read_text(encoding="utf-8").partition("\n")
+        first = body.strip().partition("\n\n")[0]
         row = re.search(r"^\| (?:theorems?|checks?) \|(.*)\|$", body, re.MULTILINE)
         report = re.search(r"^\| public reports? \|(.*)\|$", body, re.MULTILINE)
-        href = f"{names.of_doc('findings.md')}#{names.slugged(title)}"
-        one = Finding(_plain(title), href, _plain(report.group(1)) if report else "")
-        for slug in dict.fromkeys(re.findall(r"`([a-z-]+)`", row.group(1) if row else "")):
+        said = _plain(report.group(1)) if report else ""
+        one = Finding(_plain(title.removeprefix("# ")), names.of_doc(path), said)
+        slugs = re.findall(r"`([a-z-]+)`", row.group(1) if row else first)
+        for slug in dict.fromkeys(slug for slug in slugs if slug in THEOREMS):
             found.setdefault(slug, []).append(one)
     return found
 
