@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance import cli
+from conformance.commands import prove as prove_command
 from conformance.junit import junit
 from conformance.markdown_summary import code, markdown_summary
 from conformance.outcomes import Outcome, advice, needs_attention, outcome, printable
@@ -506,7 +507,9 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_is_proved(
     option: str, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One line and exit status 2, as for --json; so it is where two options name one file."""
-    monkeypatch.setattr(cli, "_settle_all", lambda *_, **__: pytest.fail("something was proved"))
+    monkeypatch.setattr(
+        prove_command, "settle_all", lambda *_, **__: pytest.fail("something was proved")
+    )
     same = tmp_path / "out"
 
     assert cli.run(["prove", *FEW, option, "."]) == 2

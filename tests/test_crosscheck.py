@@ -187,9 +187,10 @@ def test_an_unconfirmed_verdict_is_exit_status_1(
 
     assert cli.run([*ASKED, "--crosscheck"]) == 1
 
-    *_, named, last = capsys.readouterr().out.splitlines()
+    *_, named, counted, advice = capsys.readouterr().out.splitlines()
     assert named.startswith(f"CROSSCHECK disagrees: {OLD} mamba-align checkpoint exact-estimate")
-    assert last == "crosscheck: 1 of 2 verdicts confirmed"
+    assert counted == "crosscheck: 1 of 2 verdicts confirmed"
+    assert advice.startswith("what to do: exact-estimate in checkpoint")
 
 
 @pytest.mark.usefixtures("own_cache", "no_second_solver")
