@@ -46,6 +46,14 @@ def expectations() -> dict[_Key, str]:
     return {key: entry["verdict"] for key, entry in _entries().items()}
 
 
+def why_nothing_is_expected(target: str) -> str | None:
+    """Return in one line why a target cannot be expected to have faults, None where it can."""
+    known = [f"vllm=={release}" for release in KNOWN_RELEASES]
+    if target in known:
+        return None
+    return f"nothing is expected of {target!r}; name one of {known[0]} to {known[-1]}"
+
+
 def _entries() -> dict[_Key, dict[str, Any]]:
     """The entry of the file that stands for each obligation, the last that names it."""
     content = tomllib.loads(EXPECTATIONS_FILE.read_text(encoding="utf-8"))

@@ -17,7 +17,7 @@ from typing import NoReturn
 import pytest
 
 from conformance.driver import BindingError, Driver, core_driver, vllm_driver
-from conformance.expectations import expectations
+from conformance.expectations import expectations, why_nothing_is_expected
 from conformance.pytest_plugin import pytest_addoption
 from conformance.targets import DEFAULT_TARGETS, TargetError, resolve
 
@@ -67,6 +67,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         _stop("the vllm tier runs one target per process: give one --capproof-target")
     for target in targets:
         _driver_of(session.config, target)
+    against = session.config.getoption("--capproof-against", None)
+    reason = None if against is None else why_nothing_is_expected(against)
+    if reason is not None:
+        _stop(f"--capproof-against: {reason}")
     _check_device(session.config.getoption("--capproof-device", None))
 
 
@@ -189,7 +193,7 @@ def _judged_as(target: str | None, against: str | None) -> set[str | None]:
 
 def _targets(config: pytest.Config) -> list[str]:
     given = config.getoption("--capproof-target", None)
-    return list(dict.fromkeys(given or DEFAULT_TARGETS))
+    return list(dict.fromkeys(target.strip() for target in given or DEFAULT_TARGETS))
 
 
 def _tier(config: pytest.Config) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from conformance import cli, life_files, obligations, parallel
+from conformance.commands.output import write_whole
 from conformance.expectations import expected, where
 from conformance.explore import small_setting
 from conformance.lives import Life
@@ -684,6 +685,28 @@ def test_json_into_a_pipe_does_not_replace_it(tmp_path: Path) -> None:
 
     assert len(json.loads(received[0])["obligations"]) == 4
     assert fifo.is_fifo()
+
+
+def test_a_pipe_without_a_name_is_written_into() -> None:
+    """What /dev/fd leads to is no path: `--json >(cat)` and `--json /dev/stdout | cat`."""
+    reading, writing = os.pipe()
+
+    write_whole(Path(f"/dev/fd/{writing}"), "text")
+    os.close(writing)
+
+    with open(reading) as pipe:
+        assert pipe.read() == "text"
+
+
+def test_a_file_that_is_replaced_keeps_its_mode(tmp_path: Path) -> None:
+    """Who may read it is not for the command to change."""
+    file = tmp_path / "out.json"
+    file.write_text("old")
+    file.chmod(0o600)
+
+    write_whole(file, "new")
+
+    assert (file.read_text(), file.stat().st_mode & 0o777) == ("new", 0o600)
 
 
 # ---- replay --------------------------------------------------------------------------------------

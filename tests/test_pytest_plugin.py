@@ -149,6 +149,7 @@ def test_it_runs_without_solver_templates_and_torch(own: Path) -> None:
     ("options", "message"),
     [
         (["--capproof-target", "vllm=0.31.0"], "is not a target"),
+        (["--capproof-against", "vllm=0.31.0"], "nothing is expected of 'vllm=0.31.0'"),
         (["--capproof-tier", "vllm"], "the vllm tier runs one target per process"),
         (["--capproof-target", NEW, "--capproof-device", "cpu"], "torch is not installed"),
     ],

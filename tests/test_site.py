@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import posixpath
 import re
 import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -263,6 +265,39 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     assert content(outside) == {}
 
 
+def test_a_listed_link_to_a_folder_is_refused(tmp_path: Path) -> None:
+    """No site has a link to a folder, whatever its list says: what it leads to is somebody's."""
+    outside, out = tmp_path / "outside", tmp_path / "out"
+    output.write(SMALL, out)
+    outside.mkdir()
+    (outside / "a.html").write_text("mine")
+    shutil.rmtree(out / "theorems")
+    (out / "theorems").symlink_to(outside)
+    listed = json.loads((out / output.LIST).read_text())
+    listed["files"] += ["theorems"]
+    (out / output.LIST).write_text(json.dumps(listed))
+
+    with pytest.raises(output.ReportError, match="theorems"):
+        output.write({names.INDEX: "second"}, out)
+    assert content(outside) == {"a.html": "mine"}
+
+
+def test_what_is_no_file_is_refused_unread(tmp_path: Path) -> None:
+    """A pipe where the list or a page belongs would keep its reader waiting for ever."""
+    os.mkfifo(tmp_path / output.LIST)
+
+    with pytest.raises(output.ReportError, match=re.escape(output.LIST)):
+        output.check_folder(tmp_path)
+
+
+def test_a_link_to_nothing_is_no_folder(tmp_path: Path) -> None:
+    """It is refused before anything is proved."""
+    (tmp_path / "out").symlink_to(tmp_path / "gone")
+
+    with pytest.raises(output.ReportError, match="a link to nothing is there"):
+        output.check_folder(tmp_path / "out")
+
+
 def test_an_earlier_site_is_replaced(tmp_path: Path) -> None:
     """Pages that are no longer made are removed, and what is the same is not written again."""
     assert output.write(SMALL, tmp_path) == 3
@@ -279,7 +314,7 @@ def test_a_list_cannot_name_files_outside(tmp_path: Path) -> None:
     other.write_text("mine")
     output.write(SMALL, out)
     listed = json.loads((out / output.LIST).read_text())
-    listed["files"] += ["../other.txt", str(other)]
+    listed["files"] += ["../other.txt", str(other), "\ud800"]
     (out / output.LIST).write_text(json.dumps(listed))
 
     output.write({names.INDEX: "second"}, out)

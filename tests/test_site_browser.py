@@ -121,6 +121,17 @@ def test_the_matrix_is_filtered_by_keyboard(
     assert set(found) == seen
 
 
+def test_going_to_the_content_keeps_the_filters(page: Any, folder: Path) -> None:
+    """The link past the head of the page says nothing of what is chosen."""
+    page.goto(at(folder, f"{names.INDEX}#verdict=refuted"))
+    before = shown_verdicts(page)
+    page.locator("a.skip").focus()
+    page.keyboard.press("Enter")
+
+    assert page.url.endswith("#content")
+    assert shown_verdicts(page) == before != []
+
+
 def test_filters_go_together_and_are_kept_in_the_address(page: Any, folder: Path) -> None:
     """A release and a verdict are chosen at once, found again by the address, and taken back."""
     page.goto(at(folder, names.INDEX))

@@ -68,8 +68,12 @@ def gen_tests(
     if scenario_files:
         raise CannotRun(f"{scenario_files[0]}: scenarios are named with --standalone only")
     from conformance import gen_tests as writing
+    from conformance.expectations import why_nothing_is_expected
     from conformance.obligations import Selection
 
+    reason = None if against is None else why_nothing_is_expected(against)
+    if reason is not None:
+        raise CannotRun(f"--against: {reason}")
     console = new_console()
     with cannot_run_on(writing.GenTestsError):
         if not check:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -27,14 +28,16 @@ _PIPE_WIDTH = 160
 
 def write_whole(file: Path, text: str) -> None:
     """Write a file that readers see whole or not at all, unless a pipe or device stands there."""
-    file = file.resolve()
-    temporary = file.with_name(f".{os.getpid()}.tmp")
     try:
         if file.exists() and not file.is_file():
             file.write_text(text, encoding="utf-8")
             return
+        file = file.resolve()
+        temporary = file.with_name(f".{os.getpid()}.tmp")
         try:
             temporary.write_text(text, encoding="utf-8")
+            if file.exists():
+                shutil.copymode(file, temporary)
             os.replace(temporary, file)
         finally:
             temporary.unlink(missing_ok=True)

@@ -35,8 +35,9 @@ def check_folder(out: Path) -> None:
         ReportError: As it says.
     """
     try:
-        if out.exists() and not out.is_dir():
-            raise ReportError(f"--out {out}: a file is there; name a folder")
+        if (out.exists() or out.is_symlink()) and not out.is_dir():
+            what = "a file" if out.exists() else "a link to nothing"
+            raise ReportError(f"--out {out}: {what} is there; name a folder")
         if out.is_dir():
             _refuse_others(out)
         above = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
@@ -82,7 +83,7 @@ def write(files: Mapping[str, str], out: Path) -> int:
 
 def _refuse_others(out: Path) -> None:
     ours = {*_listed(out), LIST}
-    others = sorted(path for path in _files_in(out) if path not in ours)
+    others = sorted(path for path, is_ours in _files_in(out) if not is_ours or path not in ours)
     if others:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         raise ReportError(
@@ -91,13 +92,18 @@ def _refuse_others(out: Path) -> None:
         )
 
 
-def _files_in(out: Path) -> Iterator[str]:
-    """Paths of files and links below a folder, but for what a killed run left behind."""
+def _files_in(out: Path) -> Iterator[tuple[str, bool]]:
+    """Paths of what is below a folder and is none, but for what a killed run left behind.
+
+    And whether it can be ours: a file, or a link to one. A link to a folder leads to what is
+    somebody's, and a pipe has no end.
+    """
     for folder, names, files in os.walk(out):
         links = [name for name in names if (Path(folder) / name).is_symlink()]
         for name in (*links, *files):
             if not _LEFT_BEHIND.fullmatch(name):
-                yield (Path(folder) / name).relative_to(out).as_posix()
+                path = Path(folder) / name
+                yield path.relative_to(out).as_posix(), path.is_file()
 
 
 def _listed(out: Path) -> set[str]:
@@ -110,6 +116,8 @@ def _is_complete(out: Path) -> bool:
 
 
 def _content(out: Path) -> dict[str, Any]:
+    if not (out / LIST).is_file():
+        return {}
     try:
         content = json.loads((out / LIST).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -120,6 +128,10 @@ def _content(out: Path) -> dict[str, Any]:
 
 def _stays_inside(path: object) -> bool:
     if not isinstance(path, str) or not path or "\0" in path:
+        return False
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
         return False
     parts = PurePosixPath(path)
     return not parts.is_absolute() and ".." not in parts.parts

@@ -88,7 +88,11 @@
   form.addEventListener("change", () => { show(); keep(); });
   form.addEventListener("reset", () => setTimeout(() => { show(); keep(); }));
   form.addEventListener("submit", (event) => event.preventDefault());
-  addEventListener("hashchange", restore);
+  // A link to a place on the page, as the one to its content, says nothing of the filters.
+  addEventListener("hashchange", () => {
+    const place = document.getElementById(location.hash.slice(1));
+    if (!place || sheets.includes(place)) restore();
+  });
   addEventListener("beforeprint", () => { for (const sheet of sheets) if (!sheet.hidden) sheet.open = true; });
   form.hidden = false;
   restore();
