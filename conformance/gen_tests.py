@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from conformance import cases, generate, render
 from conformance.expectations import expectations, expected, suite_of, where
+from conformance.files import replace_file, text_of
 from conformance.obligations import Row
 from conformance.scenario import Scenario, ScenarioError, dumps, load, loads
 from conformance.targets import Tree
@@ -101,7 +101,7 @@ def write(files: Mapping[Path, str], out: Path) -> list[Path]:
     try:
         out.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
-            if _text(out / path) != text:
+            if text_of(out / path) != text:
                 (out / path).parent.mkdir(parents=True, exist_ok=True)
                 replace_file(out / path, text)
                 changed.append(path)
@@ -176,7 +176,7 @@ def check_rendering(out: Path) -> list[Difference]:
     stale = [
         Difference(f"{path} differs from what its scenarios render to")
         for path, text in rendered.items()
-        if _text(out / path) != text
+        if text_of(out / path) != text
     ]
     extra = [
         Difference(f"{path} is rendered from no scenario")
@@ -305,13 +305,13 @@ def replaces_nothing_of_others(file: Path) -> bool:
     """Return whether a Python file is absent, empty, or has our marker in its head."""
     if not file.exists():
         return True
-    head = (_text(file) or "\0").splitlines()[:5]
+    head = (text_of(file) or "\0").splitlines()[:5]
     return not head or any(line.startswith(render.MARKER) for line in head)
 
 
 def _is_ours(path: Path, out: Path) -> bool:
     """Whether a file was generated: Python by its first line, scenarios by what they hold."""
-    text = _text(path)
+    text = text_of(path)
     if text is None:
         return False
     if path.suffix == ".py":
@@ -326,21 +326,3 @@ def _is_ours(path: Path, out: Path) -> bool:
         return [scenario.name for scenario in scenarios] == [path.stem]
     suites = {suite_of(scenario.manager, scenario.family) for scenario in scenarios}
     return path.stem in _SUITES and suites == {path.stem}
-
-
-def _text(path: Path) -> str | None:
-    """A file's text, None where there is no such file or it is no text."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return None
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file: a reader sees the old one or the new one, never half of one."""
-    temporary = path.with_name(f".{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -13,12 +13,7 @@ from spec.families import FAMILIES
 from spec.theorems import MANAGERS, THEOREMS
 
 AS_EXPECTED, NOT_AS_EXPECTED, COULD_NOT_RUN = 0, 1, 2
-
-
-PROJECT_ROOT = Path(__file__).resolve().parents[2]
-
-
-GENERATED_TESTS = PROJECT_ROOT / "generated_tests"
+GENERATED_TESTS = Path(__file__).resolve().parents[2] / "generated_tests"
 
 
 class CannotRun(Exception):
@@ -32,16 +27,12 @@ targets_option = click.option(
     metavar="T",
     help="vllm==X.Y.Z, path:DIR or installed; may be repeated.",
 )
-
-
 tier_option = click.option(
     "--tier",
     type=click.Choice(["core", "vllm"]),
     default="core",
     help="core: the tree's managers under placeholders; vllm: everything imported for real.",
 )
-
-
 no_cache_option = click.option(
     "--no-cache", is_flag=True, help="Prove again even if nothing changed."
 )
@@ -57,11 +48,7 @@ def check_names(managers: Sequence[str], families: Sequence[str], theorems: Sequ
             raise CannotRun(f"unknown family {family!r}; families: {', '.join(FAMILIES)}")
     for theorem in theorems:
         if theorem not in THEOREMS:
-            raise CannotRun(f"unknown theorem {theorem!r}; theorems: {_names()}")
-
-
-def _names() -> str:
-    return ", ".join(THEOREMS)
+            raise CannotRun(f"unknown theorem {theorem!r}; theorems: {', '.join(THEOREMS)}")
 
 
 def check_writable(option: str, file: Path | None) -> None:

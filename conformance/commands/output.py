@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -16,12 +15,11 @@ from typing import Any
 import click
 
 from conformance.commands.arguments import COULD_NOT_RUN, GENERATED_TESTS, CannotRun
+from conformance.files import replace_file
 from conformance.targets import cache_root
 
 #: Clears the line of progress on a terminal and shows the cursor again.
 _END_PROGRESS = "\r\x1b[K\x1b[?25h"
-
-
 #: Columns of a table that goes into a pipe or a file.
 _PIPE_WIDTH = 160
 
@@ -33,14 +31,7 @@ def write_whole(file: Path, text: str) -> None:
             file.write_text(text, encoding="utf-8")
             return
         file = file.resolve()
-        temporary = file.with_name(f".{os.getpid()}.tmp")
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            if file.exists():
-                shutil.copymode(file, temporary)
-            os.replace(temporary, file)
-        finally:
-            temporary.unlink(missing_ok=True)
+        replace_file(file, text)
     except OSError as error:
         raise CannotRun(f"{file}: cannot be written: {error.strerror}") from None
 
@@ -120,14 +111,9 @@ def cannot_run_on(*errors: type[Exception]) -> Iterator[None]:
 def progress() -> Iterator[Callable[[str], None]]:
     """What is being worked on: one line that is rewritten on a terminal, nothing in a pipe."""
     from rich.console import Console
-    from rich.text import Text
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda text: None
-        return
-    with console.status("starting") as status:
-        yield lambda text: status.update(Text(text))
+    with status_on(Console(stderr=True)) as on_progress:
+        yield on_progress
 
 
 @contextmanager

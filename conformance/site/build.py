@@ -65,7 +65,7 @@ def build(
     found = guides.findings(docs) if guide_pages else {}
     for sheet in sheets:
         files[sheet.page] = _theorem(site, sheet, found.get(sheet.theorem.slug, []))
-    for number, one in enumerate(counterexamples(rows, drivers), start=1):
+    for number, one in enumerate(counterexamples(pages, drivers), start=1):
         on_progress(f"counterexample {number} of {len(pages)}")
         driver = drivers[one.target]
         command = None if isinstance(driver, str) else one.standalone_command(driver)
@@ -127,14 +127,12 @@ def in_ranges(found: Iterable[int]) -> str:
 def _causes(sheet: Sheet) -> dict[str, list[str]]:
     """Public reports, or causes, of refutations, each with the targets that it is given for."""
     found: dict[str, dict[str, None]] = {}
-    for line in sheet.lines:
-        for cell in line.cells:
-            if cell is not None and cell.row["verdict"] == "REFUTED":
-                kind = where(line.family, line.tags)
-                target = cell.row["target"]
-                said = cause(target, line.manager, kind, sheet.theorem.slug)
-                if said is not None:
-                    found.setdefault(said, {})[target] = None
+    for row in sheet.rows:
+        if row["verdict"] == "REFUTED":
+            kind = where(row["family"], row["tags"])
+            said = cause(row["target"], row["manager"], kind, row["theorem"])
+            if said is not None:
+                found.setdefault(said, {})[row["target"]] = None
     return {said: list(targets) for said, targets in found.items()}
 
 

@@ -187,18 +187,18 @@ class Counterexample:
 
 
 def counterexamples(
-    rows: Iterable[Row], drivers: Mapping[str, Driver | str]
+    pages: Mapping[str, tuple[str, Sequence[Row]]], drivers: Mapping[str, Driver | str]
 ) -> Iterator[Counterexample]:
-    """Yield the counterexamples of rows, each replayed on its target's own manager.
+    """Yield the counterexamples of pages, each replayed on its target's own manager.
 
     Args:
-        rows: Verdicts.
+        pages: Of `grouped`.
         drivers: By target, what builds its managers, or why nothing can be built.
 
     Raises:
         ScenarioError: A row's counterexample is no scenario.
     """
-    for path, (target, found) in grouped(rows).items():
+    for path, (target, found) in pages.items():
         scenario = _read(found[0]["scenario"], target)
         driver = drivers[target]
         if isinstance(driver, str):
@@ -215,9 +215,9 @@ def grouped(rows: Iterable[Row]) -> dict[str, tuple[str, list[Row]]]:
     for row in rows:
         if row["scenario"] is None:
             continue
-        key = names.hashed([row["target"], _steps_of(row)])
+        identity = [row["target"], _steps_of(row)]
         path = heads.setdefault(
-            key, names.of_counterexample(row["scenario"]["name"], [row["target"], _steps_of(row)])
+            names.hashed(identity), names.of_counterexample(row["scenario"]["name"], identity)
         )
         pages.setdefault(path, (row["target"], []))[1].append(row)
     return pages

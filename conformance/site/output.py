@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from conformance.gen_tests import replace_file
+from conformance.files import replace_file, text_of
 from conformance.site.names import INDEX
 
 #: The list of the site's files, in its folder.
@@ -63,7 +63,7 @@ def write(files: Mapping[str, str], out: Path) -> int:
     check_folder(out)
     try:
         before = _listed(out)
-        changed = {path for path, text in files.items() if _text(out / path) != text}
+        changed = {path for path, text in files.items() if text_of(out / path) != text}
         stale = before - files.keys()
         if not (changed or stale) and _is_complete(out):
             return 0
@@ -150,10 +150,3 @@ def _remove(out: Path, paths: set[str]) -> None:
     for folder in sorted(folders - {PurePosixPath(".")}, key=lambda f: len(f.parts), reverse=True):
         if (out / folder).is_dir() and not any((out / folder).iterdir()):
             (out / folder).rmdir()
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return None

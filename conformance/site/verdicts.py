@@ -96,6 +96,11 @@ class Sheet:
         """The theorem's page."""
         return names.of_theorem(self.theorem.slug)
 
+    @cached_property
+    def rows(self) -> list[Row]:
+        """Its verdicts, kind of step by kind of step."""
+        return [cell.row for line in self.lines for cell in line.cells if cell is not None]
+
     @property
     def by_manager(self) -> dict[str, list[Line]]:
         """The lines of each manager that has any."""
@@ -109,34 +114,19 @@ class Sheet:
     def counts(self) -> dict[str, Counter[str]]:
         """How many verdicts of each sort there are, by target."""
         return {
-            target: Counter(
-                cell.row["verdict"]
-                for line in self.lines
-                for cell in line.cells
-                if cell is not None and cell.row["target"] == target
-            )
+            target: Counter(row["verdict"] for row in self.rows if row["target"] == target)
             for target in self.targets
         }
 
     @cached_property
     def scope_names(self) -> dict[str, str]:
         """A letter for each scope of its verdicts, in the order in which they come."""
-        found = dict.fromkeys(
-            str(cell.row["scope"])
-            for line in self.lines
-            for cell in line.cells
-            if cell is not None and cell.row["scope"]
-        )
+        found = dict.fromkeys(str(row["scope"]) for row in self.rows if row["scope"])
         return {scope: _letters(number) for number, scope in enumerate(found)}
 
     def used(self, assumptions: Sequence[Assumption]) -> dict[str, tuple[int, int]]:
         """Return of how many proofs an assumption is in the unsat core, and of how many in all."""
-        proofs = [
-            cell.row
-            for line in self.lines
-            for cell in line.cells
-            if cell is not None and cell.row["verdict"] == "PROVED"
-        ]
+        proofs = [row for row in self.rows if row["verdict"] == "PROVED"]
         return {
             one.slug: (sum(one.slug in row["assumptions"] for row in proofs), len(proofs))
             for one in assumptions
