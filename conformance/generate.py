@@ -30,7 +30,7 @@ from models.prove import (
     explorations_for,
     in_numbers,
 )
-from models.term import BoolLike
+from models.term import BoolLike, IntLike
 from models.traits import Traits
 from spec.assumptions import MAMBA_GROUPS, SPECULATIVE_BLOCKS
 from spec.families import (
@@ -42,7 +42,7 @@ from spec.families import (
     tags_of,
 )
 from spec.logic import cdiv, choose, count, negation
-from spec.states import running_column
+from spec.states import column_just_read, column_of_last_ended_token, running_column
 from spec.theorems import ABOUT_HELD, THEOREMS, manager_of
 from spec.vocabulary import Call, Geometry, Situation, Step
 
@@ -78,6 +78,8 @@ _ORDER = (
     "num_tokens",
     "prefill_length",
     "num_request_tokens",
+    "num_in_flight_tokens",
+    "num_just_ended_tokens",
 )
 #: The same for a scenario that no size is given for.
 _SIZES_FIRST = ("block_size", "hash_block_size", "prefill_checkpoint_alignment", *_ORDER)
@@ -512,6 +514,8 @@ def _least_reachable(obligation: Obligation, tree: LiftedTree) -> Situation | No
         violation = Prover(exploration).violation(THEOREMS[obligation.theorem])
         question = smt.Question()
         question.add(*exploration.assumptions.values(), violation, _is_reached(exploration))
+        looked_up = [*question.cells("block_table")]
+        question.add(_holds_what_is_read(exploration.situation, looked_up))
         found = question.ask()
         if found.answer is smt.Answer.SAT:
             values = question.minimize(found.values, _variables(_SIZES_FIRST))
@@ -726,6 +730,19 @@ def _is_reached(exploration: Exploration) -> Any:
             _record_is_left(situation),
         )
     )
+
+
+def _holds_what_is_read(situation: Situation, columns: Iterable[IntLike]) -> Any:
+    """With steps in flight the columns hold, before the running state, what the oldest two read."""
+    if isinstance(situation.num_in_flight_tokens, int):
+        return True
+    read = column_just_read(situation), column_of_last_ended_token(situation)
+    conditions = []
+    for column in columns:
+        is_null = term.cell("block_table", column) == 0
+        holds = choose(term.disjunction(column == one for one in read), negation(is_null), is_null)
+        conditions.append((column < 0) | (column >= running_column(situation)) | holds)
+    return term.conjunction(conditions)
 
 
 def _checkpoint_column_is_left(situation: Situation) -> Any:

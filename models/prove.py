@@ -51,6 +51,8 @@ _LEAST_FIRST = (
     "num_tokens",
     "prefill_length",
     "num_request_tokens",
+    "num_in_flight_tokens",
+    "num_just_ended_tokens",
     "free_blocks",
     "watermark_blocks",
     "reserved_blocks",

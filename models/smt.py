@@ -166,6 +166,13 @@ class Question:
             pins.append(target == high)
         return values
 
+    def cells(self, array: str) -> Iterator[IntLike]:
+        """Yield the indices at which the formulas look up an array."""
+        for uid in tuple(self._encoder.cells):
+            name, index = ATOMS[uid].args
+            if name == array:
+                yield index
+
     def smtlib(self) -> str:
         """The question as an SMT-LIB 2 script."""
         solver = z3.Solver()
@@ -195,7 +202,7 @@ class _Encoder:
         self._atoms: dict[int, z3.ArithRef] = {}
         self._formulas: set[int] = set()
         self._truths: dict[str, z3.BoolRef] = {}
-        self._cells: dict[int, tuple[str, z3.ArithRef]] = {}
+        self.cells: dict[int, tuple[str, z3.ArithRef]] = {}
         self._quotients: dict[Any, list[int]] = {}
 
     def formula(self, x: BoolLike) -> z3.BoolRef:
@@ -212,7 +219,7 @@ class _Encoder:
                 values[ATOMS[uid].args[0]] = integer(encoded)
         for name, truth in self._truths.items():
             values[name] = z3.is_true(model.eval(truth, model_completion=True))
-        for uid, (array, index) in self._cells.items():
+        for uid, (array, index) in self.cells.items():
             values.setdefault(array, {})[integer(index)] = integer(self._atoms[uid])
         return values
 
@@ -238,7 +245,7 @@ class _Encoder:
         self._atoms[uid] = _TRANSLATION.atom(uid)
         if atom.kind == "cell":
             array, index = atom.args
-            self._cells[uid] = (array, _TRANSLATION.number(index))
+            self.cells[uid] = (array, _TRANSLATION.number(index))
         self._solver.add(*_TRANSLATION.side_conditions(uid))
         if atom.kind == "div":
             self._say_order(uid)
