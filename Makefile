@@ -71,7 +71,7 @@ bench: $(TEST) ## measure, on an idle machine
 bench-peers: $(TEST) ## the same questions to Hypothesis, enumeration and CrossHair, on an idle machine
 	$(BIN)/python scripts/bench_peers.py --write docs/benchmarks.md
 
-mutants: $(PROVE) ## which changes to the lifted functions are noticed
+mutants: $(TEST) ## which changes to the lifted functions proofs, generated tests and lives notice
 	$(BIN)/python scripts/mutants.py --write docs/mutants.md
 
 clean: ## remove .venv and what the tools cached here; fetched trees stay

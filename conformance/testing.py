@@ -103,7 +103,7 @@ def pytest_collection_modifyitems(
     applicable: list[pytest.Item] = []
     not_applicable: list[pytest.Item] = []
     for item in items:
-        (not_applicable if _cannot_be_asked(item) else applicable).append(item)
+        (not_applicable if _cannot_be_asked(item, against) else applicable).append(item)
     if not_applicable:
         config.hook.pytest_deselected(items=not_applicable)
         items[:] = applicable
@@ -133,10 +133,10 @@ def _is_first(stash: pytest.Stash, key: pytest.StashKey[bool]) -> bool:
     return is_new
 
 
-def _cannot_be_asked(item: pytest.Item) -> bool:
-    target = _target_of(item)
+def _cannot_be_asked(item: pytest.Item, against: str | None) -> bool:
+    judged_as = _judged_as(_target_of(item), against)
     return any(
-        target in mark.kwargs["targets"]
+        not judged_as.isdisjoint(mark.kwargs["targets"])
         and ("theorems" not in mark.kwargs or _theorem_of(item) in mark.kwargs["theorems"])
         for mark in item.iter_markers("not_applicable")
     )
@@ -186,7 +186,7 @@ def _target_of(item: pytest.Item) -> str | None:
 
 
 def _judged_as(target: str | None, against: str | None) -> set[str | None]:
-    """Targets whose known faults are expected: itself, and for a checkout ``against``."""
+    """Targets of which it is known what is not true of them: itself; of a checkout ``against``."""
     has_expectations = any(target == known for known, *_ in expectations())
     return {target} if has_expectations or against is None else {target, against}
 

@@ -1,650 +1,188 @@
-"""Which small changes to the lifted functions the theorems notice.
+"""Which small changes to the lifted functions are noticed: by proofs, generated tests, and lives.
 
 Each change of tests/mutants.toml is made to a copy of a release's core, and the copy is proved like
 any tree. A change is noticed when a theorem that is not refuted for the release is refuted for the
 copy; else the solver must show that no step tells the two apart. Anything else is a hole in the
-theorems: it is listed, and the exit status is 1. Counterexamples are run on the changed code, too.
+theorems. Counterexamples are run on the changed code, too. A copy that is not proved to be the same
+is also run by the generated tests and by random lives; where none of the three notices it, the exit
+status is 1.
+
+What became of each mutant is kept in the cache folder, so that a run goes on where one was
+interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
+import hashlib
 import importlib
-import itertools
-import multiprocessing
 import os
-import shutil
+import platform
+import re
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
-from enum import Enum
-from functools import cache, partial, wraps
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from conformance.driver import core_driver
-from conformance.generate import refutation
-from conformance.replay import Outcome as ReplayOutcome
-from conformance.replay import replay
-from conformance.report import counterexample_line
-from conformance.scenario import to_json
-from conformance.targets import TargetError, resolve
-from models import smt
-from models.lift import (
-    Exploration,
-    MaybeMissingPaths,
-    NotUnderstood,
-    PathSummary,
-    Variant,
-    variants_of,
-)
-from models.loader import CORE_MODULES, Core
-from models.predict import LiftedTree
-from models.prove import Counterexample, Obligation, Prover, Refutations, Verdict, explorations_for
-from models.rewrite import rewrite
-from models.runtime import BUILTINS
-from models.step import ManagerRun
-from models.term import Unsupported
-from models.traits import Traits, traits_of
-from scripts.same_steps import Behaviour, NotComparable, difference, is_same
-from spec.assumptions import MAMBA_GROUPS
-from spec.theorems import OBLIGATIONS, THEOREMS, Asks
+import diskcache  # type: ignore[import-untyped]
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from conformance.targets import TargetError, cache_root, resolve
+from models.loader import CORE_MODULES
+from scripts.mutant_proofs import Judgement, Outcome, Shown, judge_all
+from scripts.mutant_runs import BY, NUM_LIVES, Run, run_all
+from scripts.mutations import ROOT, SCHEDULER, Mutant, MutantError, load, mutated_tree
 
-ROOT = Path(__file__).resolve().parent.parent
-DATA = ROOT / "tests" / "mutants.toml"
 #: The release that the changes are made for, so that each fits it; and the newest.
 RELEASE, NEWEST = "0.31.0", "0.33.0"
-KINDS = (
-    "comparison",
-    "sign",
-    "constant",
-    "extreme",
-    "dropped-term",
-    "negated-condition",
-    "dropped-statement",
+#: What proofs, and runs, depend on beside a release and a mutant.
+_PROVED_BY = (
+    *("spec/*.py", "models/*.py", "conformance/*.py"),
+    *("scripts/mutant_*.py", "scripts/mutations.py", "scripts/same_steps.py"),
 )
-MODEL_THEOREM = "matches-intended"
-
-#: Parts of a manager that no step changes; everything else is compared after the step.
-_CONSTANT_PARTS = frozenset({"kv_cache_spec", "block_pool", "_null_block"})
-#: Functions that are called by the removal of skipped blocks, and those by nothing else.
-_ONLY_IN_REMOVAL = frozenset({"remove_skipped_blocks", "_remove_blocks_in_range"})
-_IN_REMOVAL = _ONLY_IN_REMOVAL | {"cdiv"}
-_OF_HITS = ("hit-full", "hit-partial", "external-async", "external-sync", "resumed")
-#: Files of what adds up groups; no group's manager calls what is there.
-_OF_THE_SUM = ("vllm/v1/core/kv_cache_coordinator.py", "vllm/v1/core/kv_cache_manager.py")
-#: Functions that full attention calls, and the align-mode manager overrides.
-_OF_FULL_ATTENTION = (
-    "SingleTypeKVCacheManager.get_num_blocks_to_allocate",
-    "SingleTypeKVCacheManager.allocate_new_blocks",
-)
-#: Qualified names that start so are called by the align-mode manager alone.
-_OF_MAMBA = ("MambaManager.", "get_mamba_", "is_mamba_")
-#: Families whose steps, and what is done before them, call a function at all; others: all of them.
-_ONLY_IN_STEPS_OF: dict[str, tuple[str, ...]] = {
-    "add_local_computed_blocks": (*_OF_HITS, "promoted"),
-    "allocate_external_computed_blocks": (*_OF_HITS, "promoted"),
-    "_apply_cow": _OF_HITS,
-}
-#: Families that likely show a change come first.
-_LIKELY_FIRST = ("first", "running", "checkpoint", "hit-partial")
-#: Seconds per attempt of the solver, by seed, where a copy is asked about. Releases get longer: a
-#: question about a copy that stays open makes a survivor, which is the harder judgement.
-_ATTEMPTS = {0: 1.0, 1: 10.0}
-#: Name of the copy among predictions.
-_TARGET = "path:the copy"
-#: A family with its tags.
-Kind = tuple[str, tuple[str, ...]]
-
-
-class MutantError(Exception):
-    """The data is malformed, or does not fit the release; one line."""
-
-
-# ---- the data ------------------------------------------------------------------------------------
+_RUN_BY = (*_PROVED_BY, "generated_tests/*.py", "spec/*.toml")
+PROOFS, TESTS, LIVES = "proofs", *BY
+#: Outcomes of a mutant whose behaviour is, or may be, another than the release's.
+_MAY_DIFFER = (Outcome.REFUTED, Outcome.MODEL_ONLY, Outcome.NOT_UNDERSTOOD, Outcome.SURVIVED)
 
 
 @dataclass(frozen=True)
-class Mutant:
-    """One change of a few tokens.
+class Result:
+    """What became of a mutant of a release.
 
     Attributes:
-        name: Slug.
-        file: Path below the tree's root.
-        function: Qualified name of the function that changes.
-        before: Tokens to change; they occur exactly once in the function.
-        after: What they become.
-        kind: One of `KINDS`.
-        breaks: What changes in behaviour, in one line.
-        judgement: Why the theorems may not see it, in one line; it still counts as a survivor.
+        judgement: By proof.
+        runs: By what runs the changed code, where it may do something else than the release's.
     """
 
-    name: str
-    file: str
-    function: str
-    before: str
-    after: str
-    kind: str
-    breaks: str
-    judgement: str = ""
+    judgement: Judgement
+    runs: Mapping[str, Run]
+
+    @property
+    def mutant(self) -> Mutant:
+        """The change."""
+        return self.judgement.mutant
+
+    @property
+    def noticed_by(self) -> frozenset[str]:
+        """Which of the three notice it; a verdict UNSUPPORTED is no pass."""
+        noticing = {by for by, run in self.runs.items() if run.noticed}
+        is_pass = self.judgement.outcome in (Outcome.SURVIVED, *_NOT_COUNTED)
+        return frozenset(noticing if is_pass else {PROOFS, *noticing})
+
+    @property
+    def counts(self) -> bool:
+        """Whether something should notice it."""
+        return self.judgement.outcome not in _NOT_COUNTED
 
 
-def load(path: Path = DATA) -> list[Mutant]:
-    """Return the mutants of a file.
-
-    Raises:
-        MutantError: A record lacks a key or has an unknown one, a kind is unknown, or a name is
-            there twice.
-    """
-    records = tomllib.loads(path.read_text(encoding="utf-8")).get("mutant", [])
-    wanted = {field.name for field in fields(Mutant)}
-    for record in records:
-        if set(record) | {"judgement"} != wanted:
-            wrong = ", ".join(sorted((set(record) | {"judgement"}) ^ wanted))
-            raise MutantError(f"{path}: {record.get('name', '?')}: missing or unknown: {wrong}")
-        if record["kind"] not in KINDS:
-            raise MutantError(f"{path}: {record['name']}: unknown kind {record['kind']!r}")
-    names = Counter(record["name"] for record in records)
-    twice = [name for name, times in names.items() if times > 1]
-    if twice:
-        raise MutantError(f"{path}: more than once: {', '.join(twice)}")
-    return [Mutant(**record) for record in records]
+_NOT_COUNTED = (Outcome.EQUIVALENT, Outcome.DOES_NOT_FIT)
 
 
-def mutated(source: str, mutant: Mutant) -> str:
-    """Return the source of a file with the change made.
+class _Kept:
+    """Results of earlier runs, by all that they depend on."""
 
-    Raises:
-        MutantError: The function is not there, or does not hold `before` exactly once.
-    """
-    lines_of = _function_lines(source, mutant.function)
-    if lines_of is None:
-        raise MutantError(f"{mutant.name}: {mutant.file} has no function {mutant.function}")
-    first, last = lines_of
-    lines = source.splitlines(keepends=True)
-    function = "".join(lines[first:last])
-    times = function.count(mutant.before)
-    if times != 1:
-        where = f"{mutant.file}: {mutant.function}"
-        raise MutantError(f"{mutant.name}: {where} holds {mutant.before!r} {times} times, not once")
-    changed = function.replace(mutant.before, mutant.after)
-    return "".join([*lines[:first], changed, *lines[last:]])
+    def __init__(self, root: Path) -> None:
+        folder = cache_root() / "mutants"
+        self._of_release = _digest(root, (f"{m.replace('.', '/')}.py" for m in _READ))
+        self._cache = diskcache.Cache(str(folder), eviction_policy="none")
+
+    def get(self, by: str, mutant: Mutant | None) -> Any:
+        """Return what became of a mutant, or of the unchanged copy; None is not known."""
+        return self._cache.get(self._key(by, mutant))
+
+    def keep(self, by: str, mutant: Mutant | None, found: Judgement | Run) -> None:
+        """Keep it."""
+        self._cache[self._key(by, mutant)] = found
+
+    def _key(self, by: str, mutant: Mutant | None) -> str:
+        return (
+            f"{by} {mutant!r} {self._of_release} {_ours(_PROVED_BY if by == PROOFS else _RUN_BY)}"
+        )
+
+
+_READ = sorted((*CORE_MODULES, SCHEDULER))
 
 
 @cache
-def _function_lines(source: str, qualified_name: str) -> tuple[int, int] | None:
-    """First line of a function and the line behind it, from 0; None where it is not there."""
-    body: Sequence[ast.stmt] = ast.parse(source).body
-    found: ast.stmt | None = None
-    for name in qualified_name.split("."):
-        found = next((node for node in body if getattr(node, "name", None) == name), None)
-        body = getattr(found, "body", [])
-    if not isinstance(found, ast.FunctionDef) or found.end_lineno is None:
-        return None
-    return found.lineno - 1, found.end_lineno
+def _ours(patterns: tuple[str, ...]) -> str:
+    names = sorted(str(f.relative_to(ROOT)) for p in patterns for f in ROOT.glob(p))
+    versions = f"{platform.python_version()} {version('z3-solver')} {version('hypothesis')}"
+    return _digest(ROOT, names) + versions
 
 
-@contextmanager
-def mutated_tree(root: Path, mutant: Mutant) -> Iterator[Path]:
-    """Copy a tree's core modules to a temporary folder, make the change, and give the folder.
+def _digest(root: Path, names: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for name in names:
+        content = (root / name).read_bytes() if (root / name).is_file() else b""
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
+def results_of(
+    mutants: Sequence[Mutant],
+    root: Path,
+    release: str,
+    *,
+    jobs: int,
+    on_progress: Callable[[str], None],
+) -> list[Result]:
+    """Judge mutants of a release, those not known yet, in the order of the mutants.
 
     Raises:
-        MutantError: As :func:`mutated`, or the tree has no such file.
+        MutantError: The unchanged copy fails what is run.
     """
-    with tempfile.TemporaryDirectory(prefix="mutant-") as name:
-        folder = Path(name)
-        for module in CORE_MODULES:
-            path = Path(*module.split(".")).with_suffix(".py")
-            if (root / path).is_file():
-                (folder / path).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(root / path, folder / path)
-        target = folder / mutant.file
-        if not target.is_file():
-            raise MutantError(f"{mutant.name}: the core has no {mutant.file}")
-        target.write_text(mutated(target.read_text(encoding="utf-8"), mutant), encoding="utf-8")
-        yield folder
-
-
-def fits(mutant: Mutant, root: Path) -> bool:
-    """Whether the change can be made to a tree."""
-    try:
-        with mutated_tree(root, mutant):
-            return True
-    except MutantError:
-        return False
-
-
-# ---- what a step does and leaves -----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is explored at once: one kind of step in one setting, or the removal before it.
-
-    Attributes:
-        family: Slug.
-        tags: Which of its steps.
-        variant: In which setting.
-        asks: What is done with the request.
-        num_mamba_groups: Beside a full-attention group; 0 is one Mamba manager by itself.
-    """
-
-    family: str
-    tags: tuple[str, ...]
-    variant: Variant
-    asks: Asks = Asks.STEP
-    num_mamba_groups: int = 0
-
-    @property
-    def manager(self) -> str:
-        """Slug of the manager whose step it is."""
-        return "coordinator" if self.num_mamba_groups else "mamba-align"
-
-    @property
-    def label(self) -> str:
-        """The kind of step, as one word, and whose it is unless it is one manager's."""
-        kind = "+".join((self.family, *self.tags))
-        return f"{self.manager}:{kind}" if self.num_mamba_groups else kind
-
-
-class _WatchedCore(Core):
-    """A lifted core that keeps what each manager built from it returned and freed."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root, rewrite=rewrite, overrides=BUILTINS)
-        self.returned: dict[int, Any] = {}
-        self.told_pool: dict[int, dict[str, list[Any]]] = {}
-        self._watched = self._watching(super().symbol_of("MambaManager"))
-
-    def symbol_of(self, name: str) -> Any:
-        """Return a class of the core; the manager's is one that is watched."""
-        return self._watched if name == "MambaManager" else super().symbol_of(name)
-
-    def forget(self) -> None:
-        """Let go of what the managers of an exploration that is done did."""
-        for kept in (self.returned, self.told_pool):
-            kept.clear()
-
-    def _watching(self, manager_class: Any) -> Any:
-        core = self
-
-        class Watched(manager_class):  # type: ignore[misc]
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                super().__init__(*args, **kwargs)
-                pool = kwargs["block_pool"]
-                freed: list[Any] = []
-                moved: list[Any] = []
-                core.told_pool[id(self)] = {"freed blocks": freed, "moved hashes": moved}
-                take_back, move = pool.free_blocks, pool.move_block_hashes
-
-                def free_blocks(blocks: Any) -> None:
-                    freed.append(blocks.copy())
-                    take_back(blocks)
-
-                def move_block_hashes(source: Any, target: Any) -> None:
-                    moved.append((source, target))
-                    move(source, target)
-
-                pool.free_blocks, pool.move_block_hashes = free_blocks, move_block_hashes
-
-            @wraps(manager_class.allocate_new_blocks)  # its signature is asked for
-            def allocate_new_blocks(self, *args: Any, **kwargs: Any) -> Any:
-                core.returned[id(self)] = returned = super().allocate_new_blocks(*args, **kwargs)
-                return returned
-
-        Watched.__name__ = manager_class.__name__
-        return Watched
-
-
-class Lifted(LiftedTree):
-    """One tree, lifted: each case is explored once, with what its steps leave.
-
-    Args:
-        root: Folder holding `vllm/`.
-        same: A tree whose groups' managers are the same, so that theirs are not explored again.
-
-    Attributes:
-        refutations: What was shown of the tree's paths, and of its mutants'.
-    """
-
-    def __init__(self, root: Path, same: Lifted | None = None) -> None:
-        self._core = self._watched_core = _WatchedCore(root)
-        self.traits = traits_of(self._core)
-        self._explored, self._parts = {}, {}
-        self._left: dict[Case, tuple[Mapping[str, Any], ...]] = {}
-        if same is not None:
-            self._left |= same._left
-            self._explored |= {
-                case: same._explored[case] for case in same._explored if not case[-1]
-            }
-        self._refuted: dict[tuple[Any, ...], bool] = {}
-        self.refutations = Refutations()
-
-    def behaviour(self, case: Case) -> Behaviour:
-        """Return all steps of a case.
-
-        Raises:
-            NotUnderstood: As :func:`models.lift.explore`.
-        """
-        exploration = self.exploration(
-            case.family,
-            case.tags,
-            case.variant,
-            asks=case.asks,
-            num_mamba_groups=case.num_mamba_groups,
+    kept = _Kept(root)
+    unjudged = [mutant for mutant in mutants if kept.get(PROOFS, mutant) is None]
+    for number, judgement in enumerate(judge_all(unjudged, root, jobs=jobs), start=1):
+        kept.keep(PROOFS, judgement.mutant, judgement)
+        on_progress(
+            f"{number}/{len(unjudged)} {judgement.mutant.name}: {judgement.outcome.value} "
+            f"{judgement.by} ({judgement.seconds:.1f} s)"
         )
-        left = self._left.get(case)
-        return Behaviour(exploration, left or tuple({} for _ in exploration.paths))
-
-    def exploration(
-        self,
-        family: str,
-        tags: tuple[str, ...],
-        variant: Variant,
-        *,
-        asks: Asks = Asks.STEP,
-        num_mamba_groups: int = 0,
-    ) -> Exploration:
-        """Explore as `LiftedTree` does, and keep what the steps leave."""
-        case = Case(family, tags, variant, asks, num_mamba_groups)
-        found = super().exploration(
-            family, tags, variant, asks=asks, num_mamba_groups=num_mamba_groups
-        )
-        if not num_mamba_groups and case not in self._left:
-            self._left[case] = tuple(map(self._left_by, found.paths))
-        self._watched_core.forget()
-        return found
-
-    def is_refuted(self, case: Case, theorem: str) -> bool:
-        """Whether a theorem is refuted for a kind of step, in whichever setting."""
-        key = (case.manager, case.family, case.tags, theorem)
-        if key not in self._refuted:
-            explorations = explorations_for(
-                self, case.manager, case.family, case.tags, THEOREMS[theorem]
-            )
-            self._refuted[key] = any(
-                Prover(each, self.refutations).look_for(THEOREMS[theorem]).answer is smt.Answer.SAT
-                for each in explorations
-            )
-        return self._refuted[key]
-
-    def _left_by(self, path: PathSummary) -> dict[str, Any]:
-        assert isinstance(path.run, ManagerRun)
-        manager = path.run.manager
-        parts = {k: v for k, v in vars(manager).items() if k not in _CONSTANT_PARTS}
-        return {
-            **parts,
-            "returned blocks": self._watched_core.returned.get(id(manager)),
-            **self._watched_core.told_pool[id(manager)],
-        }
-
-
-_lifted_release = cache(Lifted)
-
-
-def cases_of(traits: Traits, mutant: Mutant) -> Iterator[Case]:
-    """Yield the cases that a function has a part in; those likely to show a change come first.
-
-    Gates are left out of one manager by itself: they ask its estimator what a step of the whole
-    request asks it.
-    """
-    name = mutant.function.rpartition(".")[2]
-    kinds = [kind for kind in OBLIGATIONS if traits.why_not(*kind) is None]
-    if mutant.file not in _OF_THE_SUM and name in _IN_REMOVAL:
-        for family, tags in kinds:
-            if THEOREMS["removal-keeps-state"].why_not(family) is None:
-                yield Case(family, tags, Variant(), Asks.REMOVAL)
-        if name in _ONLY_IN_REMOVAL:
-            return
-    steps = [
-        Case(*kind, variant, asks, number)
-        for kind in kinds
-        if kind[0] in _ONLY_IN_STEPS_OF.get(name, kind)
-        for variant in variants_of(traits, kind[0])
-        for number in _numbers_of_groups(mutant)
-        for asks in _asked(kind[0], number)
-    ]
-    yield from sorted(steps, key=_likelihood)
-
-
-def _likelihood(case: Case) -> tuple[Any, ...]:
-    is_likely = case.family in _LIKELY_FIRST and "overwide" not in case.tags
-    place = _LIKELY_FIRST.index(case.family) if is_likely else len(_LIKELY_FIRST)
-    return case.num_mamba_groups, case.variant != Variant(), place
-
-
-def _numbers_of_groups(mutant: Mutant) -> tuple[int, ...]:
-    """Mamba groups beside a full-attention group where the function has a part; 0 is by itself."""
-    if mutant.file in _OF_THE_SUM or mutant.function in _OF_FULL_ATTENTION:
-        return MAMBA_GROUPS
-    return (0,) if mutant.function.startswith(_OF_MAMBA) else (0, *MAMBA_GROUPS)
-
-
-def _asked(family: str, num_mamba_groups: int) -> tuple[Asks, ...]:
-    gate = THEOREMS["gate-covers-first-step"]
-    asks_gate = num_mamba_groups and gate.why_not(family) is None
-    return (Asks.STEP, Asks.GATE) if asks_gate else (Asks.STEP,)
-
-
-# ---- the outcome ---------------------------------------------------------------------------------
-
-
-class Outcome(str, Enum):
-    """What became of a mutant; only a survivor is a hole."""
-
-    REFUTED = "refuted"
-    MODEL_ONLY = "refuted by matches-intended alone"
-    NOT_UNDERSTOOD = "not understood"
-    """The lifter refuses the copy: verdicts are UNSUPPORTED, which is never a pass."""
-    EQUIVALENT = "equivalent"
-    DOES_NOT_FIT = "does not fit"
-    """The release has no such tokens."""
-    SURVIVED = "survived"
-
-
-class Shown(str, Enum):
-    """Whether the changed code, run natively, shows a counterexample."""
-
-    AS_PREDICTED = "as predicted"
-    """Its numbers are those of the lifted code, and the theorem is broken."""
-    OTHERWISE = "otherwise"
-    """The theorem is broken, in other numbers."""
-    NOT = "not shown"
-
-
-@dataclass(frozen=True)
-class Refutation:
-    """A theorem that the release keeps and the mutant breaks."""
-
-    theorem: str
-    kind: str
-    shown: Shown
-    history: str
-    """The step that shows it, in numbers."""
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """What became of a mutant."""
-
-    mutant: Mutant
-    outcome: Outcome
-    refutation: Refutation | None = None
-    notes: tuple[str, ...] = ()
-    seconds: float = field(default=0.0, compare=False)
-
-
-def judge(mutant: Mutant, root: Path) -> Judgement:
-    """Make the change, prove the copy, and say what became of the mutant.
-
-    The first theorem that is refuted for the copy and not for the release ends it; cases in which
-    the two are shown to do the same need no theorem.
-
-    Args:
-        mutant: The change.
-        root: The release's tree.
-    """
-    started = time.perf_counter()
-    with mutated_tree(root, mutant) as tree:
-        try:
-            found = _judge(mutant, _lifted_release(root), tree)
-        except (Exception, Unsupported) as error:  # else its process would end without an answer
-            note = f"{type(error).__name__}: {error}".replace(str(tree), "the copy")
-            found = Judgement(mutant, Outcome.SURVIVED, None, (note,))
-    return replace(found, seconds=time.perf_counter() - started)
-
-
-def _judge(mutant: Mutant, release: Lifted, tree: Path) -> Judgement:
-    lifted = Lifted(tree, release if mutant.file in _OF_THE_SUM else None)
-    different: list[Case] = []
-    doubts: dict[str, list[str]] = {}
-    refused: dict[str, list[str]] = {}
-    by_model: Refutation | None = None
-    for case in cases_of(release.traits, mutant):
-        if any(case.label in labels for labels in refused.values()):
-            continue  # another setting of it adds nothing
-        try:
-            behaviour = lifted.behaviour(case)
-            if is_same(release.behaviour(case), behaviour):
-                continue
-        except NotUnderstood as error:
-            kept = doubts if isinstance(error, MaybeMissingPaths | NotComparable) else refused
-            kept.setdefault(str(error).replace(f"{tree}/", ""), []).append(case.label)
-            continue
-        different.append(case)
-        found = _first_broken(release, behaviour.exploration, case)
-        if found is None:
-            continue
-        broken = _refutation(lifted, tree, case, *found)
-        if broken.theorem != MODEL_THEOREM:
-            return Judgement(mutant, Outcome.REFUTED, broken)
-        by_model = by_model or broken
-    if by_model is not None:
-        return Judgement(mutant, Outcome.MODEL_ONLY, by_model)
-    if refused:
-        return Judgement(mutant, Outcome.NOT_UNDERSTOOD, None, _notes(refused))
-    if different:  # the first one in detail: the questions are many, and some are hard
-        first, *others = different
-        for doubt in difference(release.behaviour(first), lifted.behaviour(first)):
-            doubts.setdefault(doubt, []).append(first.label)
-        also = dict.fromkeys(case.label for case in others if case.label != first.label)
-        if also:
-            doubts.setdefault("not shown to be the same", []).extend(also)
-    outcome = Outcome.SURVIVED if doubts else Outcome.EQUIVALENT
-    return Judgement(mutant, outcome, None, _notes(doubts))
-
-
-def _notes(found: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    return tuple(f"{', '.join(dict.fromkeys(kinds))}: {what}" for what, kinds in found.items())
-
-
-def _first_broken(
-    release: Lifted, exploration: Exploration, case: Case
-) -> tuple[str, Counterexample] | None:
-    """The first theorem that the mutant breaks and the release keeps; the model's is the last."""
-    prover = Prover(exploration, release.refutations)
-    for slug in _theorems_of(release, case):
-        holds = prover.look_for(THEOREMS[slug]).answer is smt.Answer.UNSAT
-        if holds or release.is_refuted(case, slug):
-            continue
-        counterexample = prover.settle(THEOREMS[slug]).counterexample
-        if counterexample is not None:
-            return slug, counterexample
-    return None
-
-
-def _theorems_of(release: Lifted, case: Case) -> list[str]:
-    """Theorems about a case, the model's last."""
+    judged = {mutant: kept.get(PROOFS, mutant) for mutant in mutants}
+    differing = [mutant for mutant in mutants if judged[mutant].outcome in _MAY_DIFFER]
+    to_run = [(by, one) for one in (None, *differing) for by in BY if kept.get(by, one) is None]
+    for number, (by, one, run) in enumerate(run_all(to_run, root, release, jobs=jobs), start=1):
+        if one is None and run.noticed:
+            raise MutantError(f"{release} itself fails the {by}: {run.noticed}")
+        kept.keep(by, one, run)
+        name = "unchanged" if one is None else one.name
+        noticed = run.noticed or "noticed nothing"
+        on_progress(f"{number}/{len(to_run)} {name}: {by}: {noticed} ({run.seconds:.1f} s)")
     return [
-        slug
-        for slug, theorem in sorted(THEOREMS.items(), key=lambda item: item[0] == MODEL_THEOREM)
-        if case.manager in theorem.managers
-        and theorem.asks is case.asks
-        and theorem.why_not(case.family, case.tags) is None
-        and release.traits.why_not(case.family, case.tags, slug) is None
+        Result(judged[one], {by: kept.get(by, one) for by in BY if one in differing})
+        for one in mutants
     ]
 
 
-# ---- the changed code, run natively --------------------------------------------------------------
-
-
-def _refutation(
-    lifted: Lifted, tree: Path, case: Case, theorem: str, found: Counterexample
-) -> Refutation:
-    """Replay a counterexample, made a scenario, on the changed code itself."""
-    of_case = case.manager, case.family, case.tags, theorem
-    obligation = Obligation(*of_case, Verdict.REFUTED, (), 0.0, found)
-    shown, history = Shown.NOT, ""
-    try:
-        scenario = refutation(_TARGET, obligation, found, {_TARGET: lifted})
-        seen = replay(scenario, core_driver(tree), _TARGET)
-    except (Exception, Unsupported):  # a mutant may break anything
-        return Refutation(theorem, case.label, shown, history)
-    if seen.theorem_holds is False:
-        reproduced = seen.outcome is ReplayOutcome.REPRODUCED
-        shown = Shown.AS_PREDICTED if reproduced else Shown.OTHERWISE
-        history = counterexample_line(to_json(scenario), _TARGET)
-    return Refutation(theorem, case.label, shown, history)
-
-
-# ---- results -------------------------------------------------------------------------------------
-
-
-def judge_all(
-    mutants: Sequence[Mutant], root: Path, *, jobs: int, on_progress: Callable[[str], None]
-) -> list[Judgement]:
-    """Judge mutants side by side; the results come in the order of the mutants.
-
-    A mutant that does not fit the tree is said to be so, and not judged.
-    """
-    # A process per mutant: terms are interned, and what a solver is able to say may depend on the
-    # order in which they came up. Where processes are forked, they share what is explored here.
-    release = _lifted_release(root)
-    fitting = [mutant for mutant in mutants if fits(mutant, root)]
-    cases = (case for mutant in fitting for case in cases_of(release.traits, mutant))
-    for case in dict.fromkeys(cases):
-        release.behaviour(case)
-        for slug in _theorems_of(release, case):
-            release.is_refuted(case, slug)
-    judged: dict[str, Judgement] = {}
-    with multiprocessing.Pool(jobs, _give_up_sooner, maxtasksperchild=1) as pool:
-        for found in pool.imap_unordered(partial(judge, root=root), fitting):
-            judged[found.mutant.name] = found
-            done = f"{len(judged)}/{len(fitting)}"
-            on_progress(
-                f"{done} {found.mutant.name}: {found.outcome.value} {_by(found)} "
-                f"({found.seconds:.1f} s)"
-            )
-    unfit = partial(Judgement, outcome=Outcome.DOES_NOT_FIT)
-    return [judged.get(mutant.name) or unfit(mutant) for mutant in mutants]
-
-
-def _give_up_sooner() -> None:
-    smt.ATTEMPTS = _ATTEMPTS
-
-
-def counts(judged: Sequence[Judgement]) -> dict[str, int]:
+def counts(results: Sequence[Result]) -> dict[str, int]:
     """Return the summary, in the order it is printed."""
-    of = Counter(found.outcome for found in judged)
-    shown = Counter(found.refutation.shown for found in judged if found.refutation is not None)
+    of = Counter(found.judgement.outcome for found in results)
+    refutations = [found.judgement.refutation for found in results]
+    shown = Counter(found.shown for found in refutations if found is not None)
+    counted = [found for found in results if found.counts]
+    noticed = Counter(by for found in counted for by in found.noticed_by)
     return {
-        "mutants": len(judged),
+        "mutants": len(results),
+        "do not fit the release": of[Outcome.DOES_NOT_FIT],
+        "proved equivalent": of[Outcome.EQUIVALENT],
+        "others": len(counted),
+        "of these noticed by proofs, generated tests or lives": sum(
+            bool(found.noticed_by) for found in counted
+        ),
+        "noticed by proofs": noticed[PROOFS],
         "refuted by a theorem other than matches-intended": of[Outcome.REFUTED],
         "refuted by matches-intended alone": of[Outcome.MODEL_ONLY],
         "not understood: the verdict is UNSUPPORTED": of[Outcome.NOT_UNDERSTOOD],
-        "proved equivalent": of[Outcome.EQUIVALENT],
-        "survived": of[Outcome.SURVIVED],
-        "do not fit the release": of[Outcome.DOES_NOT_FIT],
+        "noticed by the generated tests": noticed[TESTS],
+        "noticed by lives": noticed[LIVES],
+        "noticed by none": sum(not found.noticed_by for found in counted),
+        "survived the proofs": of[Outcome.SURVIVED],
         "refuted mutants whose code, run natively, shows it as predicted": shown[
             Shown.AS_PREDICTED
         ],
@@ -653,24 +191,31 @@ def counts(judged: Sequence[Judgement]) -> dict[str, int]:
     }
 
 
-def plain_lines(judged: Sequence[Judgement]) -> Iterator[str]:
-    """Yield one line per mutant, and the summary."""
-    width = max(len(found.mutant.name) for found in judged)
-    for found in judged:
-        yield f"{found.mutant.name:{width}}  {found.outcome.value}  {_by(found)}".rstrip()
-        if found.outcome is Outcome.SURVIVED:
-            yield from (f"{'':{width}}  {note}" for note in found.notes)
-    yield ""
-    yield from (f"{number:5}  {what}" for what, number in counts(judged).items())
-
-
-def _by(found: Judgement) -> str:
-    return (
-        "" if found.refutation is None else f"{found.refutation.theorem} ({found.refutation.kind})"
+def kill_matrix(results: Sequence[Result]) -> dict[tuple[str, ...], int]:
+    """Return how many mutants are noticed by exactly these, the most of them first."""
+    of = Counter(
+        tuple(by for by in (PROOFS, *BY) if by in found.noticed_by)
+        for found in results
+        if found.counts
     )
+    return dict(of.most_common())
 
 
-def page(results: Mapping[str, Sequence[Judgement]]) -> str:
+def plain_lines(results: Sequence[Result]) -> Iterator[str]:
+    """Yield one line per mutant, and the summary."""
+    width = max(len(found.mutant.name) for found in results)
+    for found in results:
+        judgement = found.judgement
+        by = f"{judgement.outcome.value}  {judgement.by}".rstrip()
+        also = [name for name in BY if name in found.noticed_by]
+        yield f"{found.mutant.name:{width}}  {'; '.join((by, *also))}"
+        if judgement.outcome is Outcome.SURVIVED:
+            yield from (f"{'':{width}}  {note}" for note in judgement.notes)
+    yield ""
+    yield from (f"{number:5}  {what}" for what, number in counts(results).items())
+
+
+def page(by_release: Mapping[str, Sequence[Result]]) -> str:
     """Return the results of one or more releases as a page."""
     lines = [
         "# Mutants",
@@ -687,44 +232,66 @@ def page(results: Mapping[str, Sequence[Judgement]]) -> str:
         "estimate, dry run, blocks drawn, exceptions, block table, returned and freed blocks and",
         "every other part of the manager's state are the release's; of several groups: that the",
         "same requests are refused, and for the others gate, dry run, estimate, blocks drawn and",
-        "tables' lengths are the same. Anything else has **survived**: it is a hole in the",
-        "theorems, whatever the judgement beside it says. The counterexample is also run on the",
-        "changed code itself, without a solver.",
+        "tables' lengths are the same. Anything else has **survived** the proofs: it is a hole in",
+        "the theorems, whatever the judgement beside it says. The counterexample is also run on",
+        "the changed code itself, without a solver.",
         "",
-        *(line for release, judged in results.items() for line in _section(release, judged)),
+        "What is not proved equivalent is run, on the core tier: by the **generated tests**, as",
+        "they judge the release, and by random **lives**, "
+        f"{' and '.join(f'{n} with {s} steps in flight' for s, n in NUM_LIVES.items())}.",
+        "An unchanged copy passes both.",
+        "",
+        *(line for release, results in by_release.items() for line in _section(release, results)),
     ]
     return "\n".join(lines)
 
 
-def _section(release: str, judged: Sequence[Judgement]) -> Iterator[str]:
+def _section(release: str, results: Sequence[Result]) -> Iterator[str]:
     yield from (f"## vLLM {release}", "", "| count | of |", "|--:|---|")
-    yield from (f"| {number} | {what} |" for what, number in counts(judged).items())
+    yield from (f"| {number} | {what} |" for what, number in counts(results).items())
+    yield from ("", "| mutants | noticed by exactly |", "|--:|---|")
+    for by, number in kill_matrix(results).items():
+        yield f"| {number} | {', '.join(by) or 'none'} |"
+    yield from ("", "| | seconds of one process, all mutants together |", "|---|--:|")
+    seconds = {PROOFS: sum(found.judgement.seconds for found in results)}
+    seconds |= {by: sum(f.runs[by].seconds for f in results if by in f.runs) for by in BY}
+    yield from (f"| {by} | {number:.0f} |" for by, number in seconds.items())
     yield ""
-    survivors = [found for found in judged if found.outcome is Outcome.SURVIVED]
+    survivors = [found for found in results if found.judgement.outcome is Outcome.SURVIVED]
     if survivors:
-        yield from ("### Survivors", "")
+        yield from ("### Survivors of the proofs", "")
         for found in survivors:
-            yield f"- `{found.mutant.name}`: {found.mutant.breaks}."
-            if found.mutant.judgement:
-                yield f"  - **Judgement:** {found.mutant.judgement}."
-            yield from (f"  - {note}" for note in found.notes)
+            yield from _survivor(found)
         yield ""
-    unfit = [f"`{j.mutant.name}`" for j in judged if j.outcome is Outcome.DOES_NOT_FIT]
+    unfit = [f"`{r.mutant.name}`" for r in results if r.judgement.outcome is Outcome.DOES_NOT_FIT]
     if unfit:
         yield from (f"### Does not fit {release}", "", ", ".join(unfit), "")
     yield from (
         "### All",
         "",
-        "| mutant | function | kind | breaks | outcome | by | run natively |",
-        "|---|---|---|---|---|---|---|",
+        "| mutant | function | kind | breaks | outcome | by | run natively | generated tests "
+        "| lives |",
+        "|---|---|---|---|---|---|---|---|---|",
     )
-    for found in judged:
-        if found.outcome is not Outcome.DOES_NOT_FIT:
+    for found in results:
+        if found.judgement.outcome is not Outcome.DOES_NOT_FIT:
             mutant = found.mutant
             function = mutant.function.rpartition(".")[2]
             cells = (f"`{mutant.name}`", f"`{function}`", mutant.kind, mutant.breaks)
-            yield f"| {' | '.join((*cells, found.outcome.value, _by(found), _native(found)))} |"
+            proved = (found.judgement.outcome.value, found.judgement.by, _native(found.judgement))
+            runs = (_what(found.runs[by]) if by in found.runs else "" for by in BY)
+            yield f"| {' | '.join((*cells, *proved, *runs))} |"
     yield ""
+
+
+def _survivor(found: Result) -> Iterator[str]:
+    yield f"- `{found.mutant.name}`: {found.mutant.breaks}."
+    if found.mutant.judgement:
+        yield f"  - **Judgement:** {found.mutant.judgement}."
+    for by, run in found.runs.items():
+        if run.noticed:
+            yield f"  - **Noticed by the {by}:** {_what(run)}"
+    yield from (f"  - {note}" for note in found.judgement.notes)
 
 
 def _native(found: Judgement) -> str:
@@ -732,6 +299,17 @@ def _native(found: Judgement) -> str:
         return ""
     shown, history = found.refutation.shown.value, found.refutation.history
     return f"{shown}: {history}" if history else shown
+
+
+def _what(run: Run) -> str:
+    """What a run noticed, in few words: the test, or the check of a life."""
+    if not run.noticed:
+        return "not noticed"
+    test = re.match(r"(\w+)\.py::(\w+)", run.noticed)
+    if test:
+        return f"`{test[2]}` ({test[1].removeprefix('test_').replace('_', '-')})"
+    check = re.match(r"AssertionError: ([a-z-]+) \[(\w+)\]", run.noticed)
+    return f"{check[1]} ({check[2]})" if check else f"`{run.noticed[:80]}`".replace("|", "\\|")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -744,6 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", default=[], metavar="NAME")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the page of results")
     options = parser.parse_args(arguments)
+    by_release: dict[str, list[Result]] = {}
     try:
         mutants = load()
         unknown = sorted(set(options.only) - {mutant.name for mutant in mutants})
@@ -757,25 +336,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for mutant in mutants if RELEASE in roots else ():
             with mutated_tree(roots[RELEASE], mutant):
                 pass  # what is made for a release has to fit it
+        for name, root in roots.items():
+            started = time.perf_counter()
+            by_release[name] = results_of(
+                mutants,
+                root,
+                name,
+                jobs=options.jobs,
+                on_progress=lambda line: print(line, file=sys.stderr, flush=True),
+            )
+            print("\n".join((f"vLLM {name}", *plain_lines(by_release[name]))))
+            seconds = time.perf_counter() - started
+            print(f"{name}: {seconds:.0f} s, {options.jobs} at a time", file=sys.stderr, flush=True)
+            if options.write is not None:
+                options.write.write_text(page(by_release), encoding="utf-8")
     except (MutantError, TargetError) as error:
         print(f"mutants: {error}", file=sys.stderr)
         return 2
-    results: dict[str, list[Judgement]] = {}
-    for name, root in roots.items():
-        started = time.perf_counter()
-        results[name] = judge_all(
-            mutants,
-            root,
-            jobs=options.jobs,
-            on_progress=lambda line: print(line, file=sys.stderr, flush=True),
-        )
-        print("\n".join((f"vLLM {name}", *plain_lines(results[name]))))
-        seconds = time.perf_counter() - started
-        print(f"{name}: {seconds:.0f} s, {options.jobs} at a time", file=sys.stderr, flush=True)
-        if options.write is not None:
-            options.write.write_text(page(results), encoding="utf-8")
-    judged = itertools.chain.from_iterable(results.values())
-    return int(any(found.outcome is Outcome.SURVIVED for found in judged))
+    everything = [found for results in by_release.values() for found in results]
+    return int(any(found.counts and not found.noticed_by for found in everything))
 
 
 if __name__ == "__main__":

@@ -148,6 +148,18 @@ def test_what_cannot_be_asked_is_left_out_and_counted(
     assert "6 passed, 2 deselected" in capfd.readouterr().out
 
 
+def test_a_checkout_is_asked_no_more_than_the_target_that_it_is_judged_as(
+    tests_dir: Tests, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`--against` says what does not apply to a checkout, too; without it everything is asked."""
+    checkout, tests = [f"path:{resolve(OLD).root}"], tests_dir(NOT_APPLICABLE)
+
+    assert run(checkout, "core", [], tests) == FAILURES
+    assert run(checkout, "core", [], tests, against=OLD) == AS_EXPECTED
+
+    assert "2 passed, 2 deselected" in capfd.readouterr().out
+
+
 UNBOUND = """
 import pytest
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,27 +12,21 @@ from models.lift import Variant
 from models.loader import CORE_MODULES
 from models.predict import LiftedTree
 from models.prove import prove
-from scripts.mutants import (
-    DATA,
-    KINDS,
+from scripts import mutant_runs
+from scripts.mutant_proofs import (
     Case,
     Judgement,
     Lifted,
-    Mutant,
-    MutantError,
     Outcome,
     Refutation,
     Shown,
     cases_of,
-    counts,
     judge,
     judge_all,
-    load,
-    mutated,
-    mutated_tree,
-    page,
-    plain_lines,
 )
+from scripts.mutant_runs import BY, Run, lived_on, run_all, tested
+from scripts.mutants import LIVES, PROOFS, TESTS, Result, counts, kill_matrix, page, plain_lines
+from scripts.mutations import DATA, KINDS, Mutant, MutantError, load, mutated, mutated_tree
 from scripts.same_steps import difference, is_same
 from spec.theorems import OBLIGATIONS, Asks
 
@@ -259,11 +254,13 @@ def test_a_change_that_a_release_has_no_place_for_is_not_judged(release: Path) -
     """It is listed and counted, and is no survivor."""
     mutant = dataclasses.replace(MUTANTS[0], before="no such tokens")
 
-    judged = judge_all([mutant], release, jobs=1, on_progress=print)
+    (judged,) = judge_all([mutant], release, jobs=1)
 
-    assert [found.outcome for found in judged] == [Outcome.DOES_NOT_FIT]
-    assert counts(judged)["do not fit the release"] == 1
-    assert f"### Does not fit 0.33.0\n\n`{mutant.name}`\n" in page({"0.33.0": judged})
+    assert judged.outcome is Outcome.DOES_NOT_FIT
+    unfit = Result(judged, {})
+    assert counts([unfit])["do not fit the release"] == 1
+    assert counts([unfit])["noticed by none"] == 0
+    assert f"### Does not fit 0.33.0\n\n`{mutant.name}`\n" in page({"0.33.0": [unfit]})
 
 
 def test_a_function_of_every_step_is_tried_in_every_kind_of_step(release: Path) -> None:
@@ -277,21 +274,22 @@ def test_a_function_of_every_step_is_tried_in_every_kind_of_step(release: Path) 
 
 
 def test_a_mutated_tree_is_gone_afterwards(release: Path) -> None:
-    """The changed copy holds the core alone, and leaves nothing behind."""
+    """The changed copy holds core and scheduler alone, and leaves nothing behind."""
     with mutated_tree(release, BY_NAME["estimate-cap-is-a-floor"]) as tree:
         proved = prove(LiftedTree(tree), families=["first"], theorems=["bounded-demand"])
         assert next(proved).counterexample
         files = [path for path in tree.rglob("*") if path.is_file()]
 
-    assert 4 <= len(files) <= len(CORE_MODULES)
+    assert 4 <= len(files) <= len(CORE_MODULES) + 1
     assert not tree.exists()
 
 
 def test_the_page_lists_survivors_with_what_they_change() -> None:
     """What the theorems do not see is said first, and counted."""
     mutant = dataclasses.replace(MUTANTS[0], judgement="nobody looks")
-    survivor = Judgement(mutant, Outcome.SURVIVED, notes=("running: leaves another table",))
-    known = Judgement(MUTANTS[1], Outcome.EQUIVALENT)
+    notes = ("running: leaves another table",)
+    survivor = Result(Judgement(mutant, Outcome.SURVIVED, notes=notes), {})
+    known = Result(Judgement(MUTANTS[1], Outcome.EQUIVALENT), {})
 
     text = page({"0.31.0": [survivor, known]})
 
@@ -299,7 +297,7 @@ def test_the_page_lists_survivors_with_what_they_change() -> None:
     assert f"- `{mutant.name}`: {mutant.breaks}." in text
     assert "**Judgement:** nobody looks." in text
     assert "running: leaves another table" in text
-    assert counts([survivor, known])["survived"] == 1
+    assert counts([survivor, known])["survived the proofs"] == 1
     assert any("running: leaves another table" in line for line in plain_lines([survivor]))
     assert "### Survivors" not in page({"0.31.0": [known]})
 
@@ -307,7 +305,65 @@ def test_the_page_lists_survivors_with_what_they_change() -> None:
 def test_a_row_names_what_refutes_it() -> None:
     """The theorem, its kind of step, and the steps that show it on the changed code."""
     refutation = Refutation("no-undercount", "first", Shown.AS_PREDICTED, "B=1: 0→1")
+    judged = Judgement(MUTANTS[0], Outcome.REFUTED, refutation)
 
-    text = page({"0.31.0": [Judgement(MUTANTS[0], Outcome.REFUTED, refutation)]})
+    text = page({"0.31.0": [Result(judged, {})]})
 
     assert "| refuted | no-undercount (first) | as predicted: B=1: 0→1 |" in text
+
+
+NOTICED, NOT_NOTICED = Run("test_first.py::test_step[path:the copy] - assert 1 == 2"), Run("")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "tests", "lives", "noticed_by"),
+    [
+        (Outcome.REFUTED, NOT_NOTICED, NOT_NOTICED, {PROOFS}),
+        (Outcome.NOT_UNDERSTOOD, NOTICED, NOT_NOTICED, {PROOFS, TESTS}),
+        (Outcome.SURVIVED, NOTICED, NOTICED, {TESTS, LIVES}),
+        (Outcome.SURVIVED, NOT_NOTICED, NOT_NOTICED, set()),
+    ],
+)
+def test_it_is_said_which_of_the_three_notice_a_mutant(
+    outcome: Outcome, tests: Run, lives: Run, noticed_by: set[str]
+) -> None:
+    """A survivor of the proofs may be seen by what runs the code; one that is not is counted."""
+    found = Result(Judgement(MUTANTS[0], outcome), {TESTS: tests, LIVES: lives})
+
+    assert found.noticed_by == noticed_by
+    assert counts([found])["noticed by none"] == (not noticed_by)
+    assert kill_matrix([found]) == {tuple(b for b in (PROOFS, TESTS, LIVES) if b in noticed_by): 1}
+
+
+def test_the_generated_tests_and_lives_notice_a_mutant_and_say_what_failed(release: Path) -> None:
+    """Both run the changed code itself; what failed first is named without the copy's folder."""
+    mutant = BY_NAME["estimate-cap-is-a-floor"]
+
+    ran = {
+        by: run for by, _, run in run_all([(by, mutant) for by in BY], release, "0.31.0", jobs=1)
+    }
+
+    assert re.match(r"test_first\.py::\w+\[path:the copy-\S+\] - assert", ran[TESTS].noticed)
+    assert re.match(r"AssertionError: [a-z-]+ \[", ran[LIVES].noticed)
+
+
+def test_a_copy_that_cannot_be_set_up_is_noticed(release: Path) -> None:
+    """A change that leaves no manager to drive fails every test, and says so."""
+    function = "MambaManager.get_num_blocks_to_allocate"
+    gone = dataclasses.replace(
+        BY_NAME["estimate-cap-is-a-floor"],
+        function=function,
+        before="def get_num_blocks_to_allocate(",
+        after="def get_num_of_blocks_to_allocate(",
+    )
+
+    for run in (tested(gone, release, "0.31.0"), lived_on(gone, release, "0.31.0")):
+        assert run.noticed
+        assert "/tmp" not in run.noticed
+
+
+def test_a_run_that_does_not_end_is_noticed(release: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change may make a loop that never ends."""
+    monkeypatch.setattr(mutant_runs, "PATIENCE", 0.1)
+
+    assert lived_on(None, release, "0.31.0").noticed == mutant_runs.NEVER_ENDS
