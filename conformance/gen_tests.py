@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,19 +17,25 @@ from typing import Any
 from conformance import cases, generate, render
 from conformance.expectations import expectations, expected, suite_of, where
 from conformance.files import replace_file, text_of
-from conformance.obligations import Row
+from conformance.generate import Request
+from conformance.obligations import Kind, Row
+from conformance.parallel import spread
 from conformance.scenario import Scenario, ScenarioError, dumps, load, loads
 from conformance.targets import Tree
 from models.predict import LiftedTree
 from models.smt import SOLVER_VERSION
 from spec.families import FAMILIES
-from spec.theorems import MANAGERS
+from spec.theorems import MANAGERS, OBLIGATIONS
 
 SCENARIOS = Path("scenarios")
 REFUTATIONS = SCENARIOS / "refutations"
 VERDICTS = SCENARIOS / "verdicts.json"
 _SUITES = tuple(suite_of(manager, family) for manager in MANAGERS for family in FAMILIES)
 
+#: Processes at a time.
+JOBS = os.cpu_count() or 1
+#: What a scenario is made from: a request, the source, a name and a theorem if it has them.
+Asked = tuple[Request, str, str | None, str | None]
 Verdicts = Mapping[str, Mapping[str, Mapping[str, str]]]
 
 
@@ -61,13 +68,14 @@ def generate_files(
     Raises:
         CoreError: A tree cannot be loaded.
         NotUnderstood: The lifter does not understand a tree.
+        ProcessLost: A process was killed.
     """
-    lifted = {tree.target: LiftedTree(tree.root) for tree in trees}
-    requests = generate.paths_and_edges(lifted, on_progress)
+    requests = _paths_and_edges(trees, on_progress)
     requests.update(generate.cases(cases.known_cases()))
-    refuted = _all_refutations(itertools.chain(*rows.values()), lifted)
+    refuted = _all_refutations(itertools.chain(*rows.values()), trees, on_progress)
     requests.update({generate.request_in(scenario): scenario.source for scenario in refuted})
-    by_suite = generate.collect(requests, lifted)
+    asked = [(request, source, None, None) for request, source in requests.items()]
+    by_suite = generate.by_suite(_predicted(asked, trees, on_progress))
     verdicts = {target: _by_family(found) for target, found in rows.items()}
     content = {
         "schema": 1,
@@ -116,7 +124,12 @@ def write(files: Mapping[Path, str], out: Path) -> list[Path]:
     return changed
 
 
-def check_scenarios(out: Path, trees: Sequence[Tree], rows: Iterable[Row]) -> list[Difference]:
+def check_scenarios(
+    out: Path,
+    trees: Sequence[Tree],
+    rows: Iterable[Row],
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> list[Difference]:
     """Return where a committed scenario is not what models and lifted code say now.
 
     Counterexamples must be the ones that were found again; the steps of the other scenarios are
@@ -127,17 +140,19 @@ def check_scenarios(out: Path, trees: Sequence[Tree], rows: Iterable[Row]) -> li
         GenTestsError: There are no scenarios, or a file of theirs cannot be read.
         ScenarioError: A scenario file is not one.
         NotUnderstood: The lifter does not understand a tree.
+        ProcessLost: A process was killed.
     """
-    lifted = {tree.target: LiftedTree(tree.root) for tree in trees}
-    committed = _committed(out)["verdicts"]
-    others = [target for target in committed if target not in lifted]
+    targets = {tree.target for tree in trees}
+    others = [target for target in _committed(out)["verdicts"] if target not in targets]
+    committed = list(itertools.chain(*_committed_scenarios(out).values()))
+    anew = _predicted(map(_asked_in, committed), trees, on_progress)
     found = [
         Difference(f"{SCENARIOS / suite}.json: {scenario.name} is not what is predicted now")
-        for suite, group in _committed_scenarios(out).items()
-        for scenario in group
-        if not _is_same(scenario, generate.with_predictions(scenario, lifted), others)
+        for scenario, made in zip(committed, anew, strict=True)
+        for suite in (suite_of(scenario.manager, scenario.family),)
+        if not _is_same(scenario, made, others)
     ]
-    refuted = _all_refutations(rows, lifted)
+    refuted = _all_refutations(rows, trees, on_progress)
     expected = {REFUTATIONS / f"{scenario.name}.json": scenario for scenario in refuted}
     for path, scenario in expected.items():
         if not (out / path).is_file():
@@ -251,16 +266,68 @@ def _check_shape(solver: str, verdicts: Verdicts) -> None:
         raise ValueError("a line break, or no text")
 
 
-def _all_refutations(rows: Iterable[Row], lifted: Mapping[str, LiftedTree]) -> list[Scenario]:
+def _all_refutations(
+    rows: Iterable[Row], trees: Sequence[Tree], on_progress: Callable[[str], None]
+) -> list[Scenario]:
     """Return the counterexamples of rows, with what every target is predicted to do."""
-    found = []
-    for row in rows:
-        for column in ("scenario", "scenario_at_production_sizes"):
-            if row[column] is not None:
-                name = f"counterexample in {row['target']}"
-                (scenario,) = loads(json.dumps(row[column]), name=name)
-                found.append(generate.with_predictions(scenario, lifted))
-    return found
+    found = [
+        scenario
+        for row in rows
+        for column in ("scenario", "scenario_at_production_sizes")
+        if row[column] is not None
+        for scenario in loads(json.dumps(row[column]), name=f"counterexample in {row['target']}")
+    ]
+    return _predicted(map(_asked_in, found), trees, on_progress)
+
+
+def _paths_and_edges(
+    trees: Sequence[Tree], on_progress: Callable[[str], None]
+) -> dict[Request, str]:
+    """Return a request for each path and edge of the targets, each kind in its own process."""
+    works = [(tree, kind) for tree in trees for kind in OBLIGATIONS]
+    found: dict[tuple[Tree, Kind], dict[Request, str]] = {}
+    for (tree, kind), requests in spread(_of_kind, works, JOBS):
+        found[tree, kind] = requests
+        on_progress(f"paths of {len(found)} of {len(works)} kinds of step, last of {tree.target}")
+    in_order = (request for work in works for request in found[work].items())
+    merged: dict[Request, str] = {}
+    for request, source in in_order:
+        merged.setdefault(request, source)
+    return merged
+
+
+def _of_kind(tree: Tree, kind: Kind) -> dict[Request, str]:
+    lifted = LiftedTree(tree.root)
+    kinds = [kind] if lifted.traits.why_not(*kind) is None else []
+    return generate.paths_and_edges(tree.target, lifted, kinds)
+
+
+def _asked_in(scenario: Scenario) -> Asked:
+    return generate.request_in(scenario), scenario.source, scenario.name, scenario.theorem
+
+
+def _predicted(
+    asked: Iterable[Asked], trees: Sequence[Tree], on_progress: Callable[[str], None]
+) -> list[Scenario]:
+    """Return scenarios with what each of ``trees`` is predicted to do, suite by suite."""
+    in_order, of_suite = list(asked), dict[str, list[Asked]]()
+    for one in in_order:
+        of_suite.setdefault(generate.suite_of_request(one[0]), []).append(one)
+    works = [(tuple(trees), tuple(group)) for group in of_suite.values()]
+    works.sort(key=lambda work: work[1][0][0].num_mamba_groups == 0)  # these take longer
+    made: dict[Asked, Scenario] = {}
+    for (_, group), scenarios in spread(_of_suite, works, JOBS):
+        made.update(zip(group, scenarios, strict=True))
+        on_progress(f"predictions for {len(made)} of {len(in_order)} scenarios")
+    return [made[one] for one in in_order]
+
+
+def _of_suite(trees: Sequence[Tree], asked: Sequence[Asked]) -> list[Scenario]:
+    lifted = {tree.target: LiftedTree(tree.root) for tree in trees}
+    return [
+        generate.scenario_of(request, trees=lifted, source=source, name=name, theorem=theorem)
+        for request, source, name, theorem in asked
+    ]
 
 
 def _rendered(

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from conformance.reading import MAX_SLUG_LENGTH
 from conformance.scenario import Expect, Prediction, Scenario, ScenarioStep
 from models import intended, smt, term
 from models.evaluate import Evaluator
-from models.lift import Exploration, PathSummary, Variant
+from models.lift import Exploration, PathSummary, Variant, variants_of
 from models.predict import LiftedTree, after, obligation_of, violated
 from models.prove import (
     Counterexample,
@@ -282,11 +282,8 @@ def _admitted(situation: Situation) -> Request:
 def _with_table(situation: Situation) -> Request:
     """One step gives the table its length, and where that is too long, tokens are taken back."""
     geometry, call = situation.geometry, situation.call
-    if situation.num_in_flight_tokens:
-        ended = call.total_computed_tokens - situation.num_in_flight_tokens
-        first = ended - situation.num_just_ended_tokens
-        chunks = (first, ended, call.total_computed_tokens, call.num_tokens_main_model)
-        return Request(geometry, chunks, has_step_in_flight=True)
+    if situation.num_just_ended_tokens:
+        return _in_chunks(situation)
     computed = covered = call.total_computed_tokens
     if is_overwide(situation):
         columns = situation.table_length - geometry.num_speculative_blocks
@@ -312,6 +309,15 @@ def _with_table(situation: Situation) -> Request:
         num_computed_tokens=computed if covered != computed else 0,
         owns_partial_tail=situation.owns_partial_tail,
     )
+
+
+def _in_chunks(situation: Situation) -> Request:
+    """A chunk, the one that has just ended, the one in flight if there is one, and the step."""
+    call, in_flight = situation.call, situation.num_in_flight_tokens
+    ended = call.total_computed_tokens - in_flight
+    ends = (ended, call.total_computed_tokens) if in_flight else (ended,)
+    chunks = (ended - situation.num_just_ended_tokens, *ends, call.num_tokens_main_model)
+    return Request(situation.geometry, chunks, has_step_in_flight=in_flight > 0)
 
 
 def _with_hash_unit(situation: Situation) -> Geometry:
@@ -513,9 +519,11 @@ def _least_reachable(obligation: Obligation, tree: LiftedTree) -> Situation | No
     for exploration in _explorations_of(obligation, tree):
         violation = Prover(exploration).violation(THEOREMS[obligation.theorem])
         question = smt.Question()
-        question.add(*exploration.assumptions.values(), violation, _is_reached(exploration))
-        looked_up = [*question.cells("block_table")]
-        question.add(_holds_what_is_read(exploration.situation, looked_up))
+        question.add(*exploration.assumptions.values(), violation)
+        if _is_left_by_chunks(exploration.situation):
+            question.add(_is_reached_by_chunks(exploration, [*question.cells("block_table")]))
+        else:
+            question.add(_is_reached(exploration))
         found = question.ask()
         if found.answer is smt.Answer.SAT:
             values = question.minimize(found.values, _variables(_SIZES_FIRST))
@@ -591,17 +599,6 @@ def request_in(scenario: Scenario) -> Request:
     )
 
 
-def with_predictions(scenario: Scenario, trees: Mapping[str, LiftedTree]) -> Scenario:
-    """Return a scenario of ours with what each of ``trees`` is predicted to do."""
-    return scenario_of(
-        request_in(scenario),
-        trees=trees,
-        source=scenario.source,
-        name=scenario.name,
-        theorem=scenario.theorem,
-    )
-
-
 def _name(what: str, target: str) -> str:
     """Lower-case letters, digits and single hyphens, no longer than a name may be.
 
@@ -615,9 +612,9 @@ def _name(what: str, target: str) -> str:
 
 
 def paths_and_edges(
-    trees: Mapping[str, LiftedTree], on_progress: Callable[[str], None] = lambda text: None
+    target: str, tree: LiftedTree, kinds: Iterable[tuple[str, tuple[str, ...]]]
 ) -> dict[Request, str]:
-    """Return a request for each feasible path of each target and for its edges, with sources.
+    """Return a request for each feasible path of kinds of step and for its edges, with sources.
 
     Where a coordinator adds up groups, the paths are those of one Mamba group, and of two where
     they differ: in what references a hit.
@@ -636,14 +633,14 @@ def paths_and_edges(
                 for request, edge in of_path(exploration, path, with_edges=with_edges):
                     found.setdefault(request, f"{edge} of path {number} of {where}")
 
-    for target, tree in trees.items():
-        for family, tags, variant, exploration in tree.explorations():
+    for family, tags in kinds:
+        for variant in variants_of(tree.traits, family):
             is_plain = variant == Variant()
             if not is_plain and (family, tags) not in _IN_ALL_SETTINGS:
                 continue
-            on_progress(f"{target} {family} {' '.join(tags)}".strip())
             with_edges = is_plain and family in _WITH_EDGES and "overwide" not in tags
             where = f"{'-'.join((family, *tags))} in {target}"
+            exploration = tree.exploration(family, tags, variant)
             take(exploration, f"{where}{_setting(variant)}", with_edges=with_edges)
             has_hits = not isinstance(exploration.situation.num_hit_blocks, int)
             for groups in (MAMBA_GROUPS if has_hits else MAMBA_GROUPS[:1]) if is_plain else ():
@@ -732,17 +729,49 @@ def _is_reached(exploration: Exploration) -> Any:
     )
 
 
-def _holds_what_is_read(situation: Situation, columns: Iterable[IntLike]) -> Any:
-    """With steps in flight the columns hold, before the running state, what the oldest two read."""
-    if isinstance(situation.num_in_flight_tokens, int):
-        return True
-    read = column_just_read(situation), column_of_last_ended_token(situation)
-    conditions = []
+def _is_left_by_chunks(situation: Situation) -> bool:
+    """Whether what a removal starts from is made by steps behind each other, from nothing.
+
+    It frees what earlier steps left behind, and one step leaves nothing.
+    """
+    is_of_removal = not isinstance(situation.num_just_ended_tokens, int)
+    return is_of_removal and not (situation.parked is True or situation.owns_partial_tail is True)
+
+
+def _is_reached_by_chunks(exploration: Exploration, columns: Iterable[IntLike]) -> Any:
+    """The chunks of `_in_chunks` leave the state, where none of them keeps a checkpoint.
+
+    Each begins a column. Before the running state the columns hold what the step that has just
+    ended read, and the state of the next one; the record is what the last step read.
+
+    Args:
+        exploration: Of removals.
+        columns: Those that the claim looks at.
+    """
+    situation = exploration.situation
+    running, ended = running_column(situation), column_of_last_ended_token(situation)
+    in_flight, just_ended = situation.num_in_flight_tokens, situation.num_just_ended_tokens
+    read = column_just_read(situation)
+    has_record = term.bool_var("has_column_to_retire_before")
+    recorded = term.int_var("column_to_retire_before", 0)
+    found = [
+        situation.geometry.num_prefill_checkpoint_blocks == 0,
+        negation(situation.has_left_over_checkpoint),
+        negation(situation.was_parked),
+        negation(is_overwide(situation)),
+        just_ended >= 1,
+        in_flight + just_ended < situation.call.total_computed_tokens,
+        read < ended,
+        (in_flight == 0) | (ended < running),
+        has_record & (recorded == choose(in_flight == 0, read, ended)),
+        term.int_var("num_retired_blocks_before", 0) == read,
+    ]
     for column in columns:
         is_null = term.cell("block_table", column) == 0
-        holds = choose(term.disjunction(column == one for one in read), negation(is_null), is_null)
-        conditions.append((column < 0) | (column >= running_column(situation)) | holds)
-    return term.conjunction(conditions)
+        is_held = (column == read) | (column == ended)
+        is_as_left = choose(is_held, negation(is_null), is_null)
+        found.append((column < 0) | (column >= running) | is_as_left)
+    return term.conjunction(found)
 
 
 def _checkpoint_column_is_left(situation: Situation) -> Any:
@@ -919,19 +948,20 @@ def request_of_case(case: Case) -> Request:
     )
 
 
-def collect(
-    requests: Mapping[Request, str], trees: Mapping[str, LiftedTree]
-) -> dict[str, list[Scenario]]:
+def by_suite(scenarios: Iterable[Scenario]) -> dict[str, list[Scenario]]:
     """Return scenarios by suite, sorted by size, without steps that no target can be asked."""
-    scenarios = (
-        scenario_of(request, trees=trees, source=source) for request, source in requests.items()
-    )
     kept = sorted((s for s in scenarios if s.predicted), key=_size)
     return {suite: list(group) for suite, group in itertools.groupby(kept, _suite)}
 
 
 def _suite(scenario: Scenario) -> str:
     return suite_of(scenario.manager, scenario.family)
+
+
+def suite_of_request(request: Request) -> str:
+    """Return the suite of a request's scenario."""
+    *_, last = request.situations()
+    return suite_of(manager_of(last), family_of(last))
 
 
 def _size(scenario: Scenario) -> tuple[Any, ...]:

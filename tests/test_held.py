@@ -81,7 +81,7 @@ FAULTS = {
         "            return max(num_new_blocks, 0) + 2\n",
     ),
 }
-#: A removal's counterexample needs a state that no two chunks leave.
+#: No chunks leave a state that shows them: what the last step read is freed by its record as well.
 NOT_SHOWN = {
     "a removal leaves out its first column",
     "a removal ends at the first column without a block",

@@ -20,7 +20,6 @@ from conformance.commands.arguments import (
 )
 from conformance.commands.output import (
     cannot_run_on,
-    ctrl_c_ends_at_once,
     keep_scenarios,
     new_console,
     print_line,
@@ -70,19 +69,20 @@ def gen_tests(
     from conformance import gen_tests as writing
     from conformance.expectations import why_nothing_is_expected
     from conformance.obligations import Selection
+    from conformance.parallel import ProcessLost
 
     reason = None if against is None else why_nothing_is_expected(against)
     if reason is not None:
         raise CannotRun(f"--against: {reason}")
     console = new_console()
-    with cannot_run_on(writing.GenTestsError):
+    with cannot_run_on(writing.GenTestsError, ProcessLost):
         if not check:
             trees = resolved(targets or DEFAULT_TARGETS)
             rows = settle_all(trees, Selection(), use_cache=not no_cache)
             found = {
                 tree.target: [row for row in rows if row["target"] == tree.target] for tree in trees
             }
-            with progress() as on_progress, ctrl_c_ends_at_once():
+            with progress() as on_progress:
                 files = writing.generate_files(trees, found, on_progress, against=against)
             changed = writing.write(files, out)
             print_line(console, f"{out}: {len(files)} files, {len(changed)} changed")
@@ -90,9 +90,9 @@ def gen_tests(
         differences = writing.check_rendering(out)
         trees = resolved(targets or writing.committed_targets(out))
         rows = settle_all(trees, Selection(), use_cache=not no_cache)
-        with progress(), ctrl_c_ends_at_once():
+        with progress() as on_progress:
             differences += writing.check_verdicts(out, rows)
-            differences += writing.check_scenarios(out, trees, rows)
+            differences += writing.check_scenarios(out, trees, rows, on_progress)
     for difference in differences:
         print_line(console, f"{difference.what}; run `capproof gen-tests`")
     if not differences:

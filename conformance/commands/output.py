@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,8 +16,6 @@ from conformance.commands.arguments import COULD_NOT_RUN, GENERATED_TESTS, Canno
 from conformance.files import replace_file
 from conformance.targets import cache_root
 
-#: Clears the line of progress on a terminal and shows the cursor again.
-_END_PROGRESS = "\r\x1b[K\x1b[?25h"
 #: Columns of a table that goes into a pipe or a file.
 _PIPE_WIDTH = 160
 
@@ -126,36 +122,6 @@ def status_on(console: Any) -> Iterator[Callable[[str], None]]:
         return
     with console.status("starting") as status:
         yield lambda text: status.update(Text(text))
-
-
-@contextmanager
-def ctrl_c_ends_at_once() -> Iterator[None]:
-    """End the process on Ctrl-C, even in the middle of a question to the solver.
-
-    z3 has a handler of its own, which turns Ctrl-C into the answer UNKNOWN, and an exception of
-    Python's can get lost between its calls. So a thread waits for the signal, and nobody else.
-    """
-    others = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    is_over = threading.Event()
-
-    def wait() -> None:
-        signal.sigwait({signal.SIGINT})
-        if not is_over.is_set():
-            if sys.stderr.isatty():
-                sys.stderr.write(_END_PROGRESS)
-            os._exit(stopped())
-
-    waiting = threading.Thread(target=wait, daemon=True)
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        waiting.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        if waiting.ident is not None:
-            signal.pthread_kill(waiting.ident, signal.SIGINT)
-            waiting.join()
-        signal.pthread_sigmask(signal.SIG_SETMASK, others)
 
 
 def fail(reason: str) -> int:
