@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from conformance import cli
+from conformance.commands.root import cli
 from conformance.replay import PROJECT_ROOT
 
 DOCS = PROJECT_ROOT / "docs"
@@ -59,7 +59,7 @@ ALL = [*in_workflow(), *in_pages()]
 def test_a_command_that_is_shown_can_be_parsed(arguments: list[str]) -> None:
     """Its options exist and take what is given."""
     name, *rest = arguments
-    command = cli.cli.commands[name]
+    command = cli.commands[name]
     if rest:
         command.make_context(name, rest)
 

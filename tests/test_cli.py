@@ -513,6 +513,50 @@ def test_ctrl_c_is_one_line(tmp_path: Path, command: tuple[str, ...], delay: flo
     assert list(folder.iterdir()) == []
 
 
+#: What Ctrl-C meets in a module that is being imported.
+INTERRUPTED = {
+    "raised": "raise KeyboardInterrupt",
+    "signalled": "import os, signal\nos.kill(os.getpid(), signal.SIGINT)",
+    "swallowed": """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except BaseException:
+    pass
+""",
+}
+
+
+@pytest.mark.parametrize("module", ["click", "platformdirs", "models"])
+@pytest.mark.parametrize("how", INTERRUPTED)
+def test_ctrl_c_during_imports_is_one_line(tmp_path: Path, how: str, module: str) -> None:
+    """Ctrl-C ends the command before its modules are there, whatever a module does about it."""
+    (tmp_path / f"{module}.py").write_text(INTERRUPTED[how])
+    done = subprocess.run(
+        [*COMMAND, "targets"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(PROJECT_ROOT)])},
+    )
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "stopped; nothing half-written is left" in one_line(done.stderr)
+
+
+def test_little_is_imported_before_ctrl_c_is_handled() -> None:
+    """The entry point imports none of the modules that take time, ours or others'."""
+    command = [sys.executable, "-S", "-c", "import conformance.cli, sys; print(*sys.modules)"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT_ROOT, check=True)
+    found = done.stdout.split()
+
+    assert {name for name in found if name.startswith("conformance.")} == {
+        "conformance.cli",
+        "conformance.ending",
+    }
+    assert not {"click", "models", "pathlib", "re", "spec", "typing"}.intersection(found)
+
+
 # ---- bad input: one line, exit status 2 ----------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""What commands share on their way in: options, exit statuses, and refusing what cannot be run."""
+"""What commands share on their way in: options, and refusing what cannot be run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from conformance.targets import Tree, resolve
 from spec.families import FAMILIES
 from spec.theorems import MANAGERS, THEOREMS
 
-AS_EXPECTED, NOT_AS_EXPECTED, COULD_NOT_RUN = 0, 1, 2
 GENERATED_TESTS = Path(__file__).resolve().parents[2] / "generated_tests"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from conformance.commands.arguments import AS_EXPECTED, NOT_AS_EXPECTED, CannotRun, check_names
+from conformance.commands.arguments import CannotRun, check_names
 from conformance.commands.output import (
     cannot_run_on,
     keep_scenarios,
@@ -15,6 +15,7 @@ from conformance.commands.output import (
     print_line,
     status_on,
 )
+from conformance.ending import AS_EXPECTED, NOT_AS_EXPECTED
 from spec.theorems import THEOREMS
 
 

@@ -9,9 +9,7 @@ from typing import Any
 import click
 
 from conformance.commands.arguments import (
-    AS_EXPECTED,
     GENERATED_TESTS,
-    NOT_AS_EXPECTED,
     CannotRun,
     check_writable,
     no_cache_option,
@@ -27,6 +25,7 @@ from conformance.commands.output import (
     write_whole,
 )
 from conformance.commands.settling import settle_all
+from conformance.ending import AS_EXPECTED, NOT_AS_EXPECTED
 from conformance.targets import DEFAULT_TARGETS
 
 

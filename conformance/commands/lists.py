@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from conformance.commands.arguments import AS_EXPECTED, CannotRun
+from conformance.commands.arguments import CannotRun
+from conformance.ending import AS_EXPECTED
 from conformance.targets import DEFAULT_TARGETS, KNOWN_RELEASES, cache_root, cached, fetch
 
 

@@ -7,13 +7,8 @@ from pathlib import Path
 
 import click
 
-from conformance.commands.arguments import (
-    AS_EXPECTED,
-    NOT_AS_EXPECTED,
-    CannotRun,
-    resolved,
-    targets_option,
-)
+from conformance.commands.arguments import CannotRun, resolved, targets_option
+from conformance.ending import AS_EXPECTED, NOT_AS_EXPECTED
 from conformance.targets import DEFAULT_TARGETS, Tree
 
 #: Releases whose calls differ from what `conformance.life_scheduler` describes.

@@ -12,7 +12,8 @@ from typing import Any
 
 import click
 
-from conformance.commands.arguments import COULD_NOT_RUN, GENERATED_TESTS, CannotRun
+from conformance.commands.arguments import GENERATED_TESTS, CannotRun
+from conformance.ending import COULD_NOT_RUN, stopped
 from conformance.files import replace_file
 from conformance.targets import cache_root
 
@@ -134,8 +135,3 @@ def drop_output() -> None:
     """Nobody reads what is written from here on, which is no failure."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def stopped() -> int:
-    """Say that Ctrl-C ended the command; return the exit status for that."""
-    return fail("stopped; nothing half-written is left, run the same command again")

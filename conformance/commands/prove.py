@@ -11,8 +11,6 @@ from typing import Any
 import click
 
 from conformance.commands.arguments import (
-    AS_EXPECTED,
-    NOT_AS_EXPECTED,
     CannotRun,
     check_names,
     check_writable,
@@ -29,6 +27,7 @@ from conformance.commands.output import (
     write_whole,
 )
 from conformance.commands.settling import compare_all, settle_all
+from conformance.ending import AS_EXPECTED, NOT_AS_EXPECTED
 from conformance.targets import DEFAULT_TARGETS, Tree
 
 

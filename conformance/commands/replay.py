@@ -10,8 +10,6 @@ from typing import Any
 import click
 
 from conformance.commands.arguments import (
-    AS_EXPECTED,
-    NOT_AS_EXPECTED,
     CannotRun,
     check_writable,
     resolved,
@@ -21,6 +19,7 @@ from conformance.commands.arguments import (
 from conformance.commands.lives import resolved_to_live
 from conformance.commands.output import new_console, print_line, write_whole
 from conformance.commands.workloads import run_workloads
+from conformance.ending import AS_EXPECTED, NOT_AS_EXPECTED
 from conformance.targets import DEFAULT_TARGETS, Tree
 
 

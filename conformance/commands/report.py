@@ -7,15 +7,10 @@ from pathlib import Path
 
 import click
 
-from conformance.commands.arguments import (
-    AS_EXPECTED,
-    NOT_AS_EXPECTED,
-    no_cache_option,
-    resolved,
-    targets_option,
-)
+from conformance.commands.arguments import no_cache_option, resolved, targets_option
 from conformance.commands.output import cannot_run_on, new_console, print_line, progress
 from conformance.commands.settling import settle_all
+from conformance.ending import AS_EXPECTED, NOT_AS_EXPECTED
 from conformance.targets import DEFAULT_TARGETS
 
 

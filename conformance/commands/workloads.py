@@ -7,14 +7,9 @@ from typing import Any
 
 import click
 
-from conformance.commands.arguments import (
-    AS_EXPECTED,
-    NOT_AS_EXPECTED,
-    CannotRun,
-    resolved,
-    targets_option,
-)
+from conformance.commands.arguments import CannotRun, resolved, targets_option
 from conformance.commands.output import new_console, print_line
+from conformance.ending import AS_EXPECTED, NOT_AS_EXPECTED
 from conformance.targets import DEFAULT_TARGETS
 
 
