@@ -62,6 +62,8 @@ _ABOUT: Mapping[str, _Symbol] = {
 }
 #: `file:line: ` at the beginning of the reason of an UNSUPPORTED row.
 _PLACE = re.compile(r"^(vllm/[^\s:]+\.py):(\d+)\b")
+#: What ends the text of a link and begins its destination (3.11.6); an odd backslash escapes it.
+_LINK = re.compile(r"(?<!\\)((?:\\\\)*)\]\(")
 
 
 def sarif(rows: Sequence[Row], roots: Mapping[str, Path]) -> str:
@@ -141,7 +143,7 @@ def _result(level: str, row: Row, text: str, of: str, places: _Places) -> dict[s
     return {
         "ruleId": row["theorem"],
         "level": level,
-        "message": {"text": printable(text)},
+        "message": message(text),
         "locations": [{"physicalLocation": places.of(row)}],
         "partialFingerprints": {"capproof/v1": hashlib.sha256(identity.encode()).hexdigest()},
         "properties": {
@@ -154,6 +156,16 @@ def _result(level: str, row: Row, text: str, of: str, places: _Places) -> dict[s
     }
 
 
+def message(text: str) -> dict[str, str]:
+    r"""Return a message object that shows a text as it is: with no link, and no placeholder.
+
+    SARIF 2.1.0 has braces doubled in every message, with arguments or without (3.11.5). Brackets
+    and backslashes stand for themselves outside of links (3.11.6), so that only `](` is escaped.
+    """
+    shown = printable(text).replace("{", "{{").replace("}", "}}")
+    return {"text": _LINK.sub(r"\1\\](", shown)}
+
+
 class _Places:
     """Where in a tree the functions are that verdicts are about."""
 
@@ -162,7 +174,7 @@ class _Places:
         self._lines: dict[_Symbol, int] = {}
         self.base = "SRCROOT" if target.startswith("path:") else "TREE"
         self.base_location: dict[str, Any] = {
-            "description": {"text": f"Folder that holds vllm/ of {printable(target)}."}
+            "description": message(f"Folder that holds vllm/ of {target}.")
         }
         if self.base == "SRCROOT":
             self.base_location["uri"] = f"{root.resolve().as_uri()}/"

@@ -21,7 +21,7 @@ from conformance.junit import junit
 from conformance.markdown_summary import code, markdown_summary
 from conformance.outcomes import Outcome, advice, needs_attention, outcome, printable
 from conformance.replay import PROJECT_ROOT
-from conformance.sarif import line_of, sarif
+from conformance.sarif import line_of, message, sarif
 from models.loader import INTERFACE, KV_CACHE_MANAGER, MANAGERS
 from spec.theorems import THEOREMS
 
@@ -388,6 +388,45 @@ def test_sarif_keeps_to_its_schema_and_names_its_rules(trees: Mapping[str, Path]
             assert rules[result["ruleIndex"]]["id"] == result["ruleId"]
     (_, of_tree) = log["runs"]
     assert of_tree["originalUriBaseIds"]["SRCROOT"]["uri"] == f"{trees['0.31.0'].as_uri()}/"
+
+
+#: Texts, and how a message says them.
+MESSAGES = {
+    "B 1, [K > 0] + [partial hit]": "B 1, [K > 0] + [partial hit]",
+    r"a\b \[c\]": r"a\b \[c\]",
+    "{0} of {'a': {}}": "{{0}} of {{'a': {{}}}}",
+    "see [here](file:///etc)": r"see [here\](file:///etc)",
+    "[a](0) [b](1)": r"[a\](0) [b\](1)",
+    r"[a\](0)": r"[a\](0)",
+    r"[a\\](0)": r"[a\\\](0)",
+    "a](b\x1b": r"a\](b\x1b",
+}
+#: An embedded link of a plain text message (SARIF 2.1.0, 3.11.6).
+SARIF_LINK = re.compile(r"\[(?:[^\\\[\]]|\\[\\\[\]])*\]\(")
+
+
+@pytest.mark.parametrize("text", MESSAGES)
+def test_a_message_escapes_what_would_be_a_link_or_a_placeholder(text: str) -> None:
+    """Braces are doubled, `](` is escaped, and all else stands as it is."""
+    assert message(text) == {"text": MESSAGES[text]}
+
+
+@given(st.text(r"[]()\\{}0a", max_size=20))
+def test_no_text_is_read_as_a_link_or_a_placeholder(text: str) -> None:
+    """No reader that keeps to the standard finds either in a message, and braces come back."""
+    shown = message(text)["text"]
+
+    assert SARIF_LINK.search(shown) is None
+    assert "{" not in shown.replace("{{", "")
+    assert "}" not in shown.replace("}}", "")
+    assert shown.count("{") == 2 * text.count("{")
+
+
+def test_rules_say_nothing_that_needs_to_be_escaped() -> None:
+    """Texts of theorems are shown by readers that escape nothing."""
+    for theorem in THEOREMS.values():
+        for text in (theorem.sentence, theorem.unsat_iff, theorem.source):
+            assert message(text) == {"text": text}
 
 
 def test_known_refutations_are_one_note_for_a_theorem_and_a_manager(
