@@ -1,4 +1,4 @@
-"""The picture of a replayed scenario on a terminal: letters, coloured where there are colours."""
+"""Pictures of scenarios and lives on a terminal: letters, coloured where there are colours."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from conformance.picture import (
     Picture,
     Row,
     Segment,
+    kinds,
     longest_bar,
+    parts,
     widths,
 )
 
@@ -44,29 +46,42 @@ _STYLES: dict[Kind, str] = {
 
 def draw(console: Console, shown: Picture) -> None:
     """Print a picture: the tables, as many columns at a time as fit, and then the bars."""
-    for line in _lines(shown, max(console.width, _LEAST_WIDTH)):
+    lines = _lines(shown, max(console.width, _LEAST_WIDTH), longest_bar([shown]))
+    for line in (*lines, *_legend([shown])):
         console.print(line, soft_wrap=True)
 
 
-def _lines(shown: Picture, width: int) -> Iterator[Text]:
-    if shown.num_left_out:
-        yield Text(f"  the first {shown.num_left_out} steps are left out")
-    margin = 2 + max([len(name) for row in shown.rows for name in _names(row)], default=0)
+def draw_all(console: Console, pictures: Sequence[Picture]) -> None:
+    """Print pictures below each other, each with its title; one legend and one scale for all."""
+    most = longest_bar(pictures)
+    for shown in pictures:
+        console.print(Text(f"  {shown.title}", style="bold"), soft_wrap=True)
+        for row in shown.rows:
+            console.print(Text(f"  {row.head}"), soft_wrap=True)
+        for line in _lines(shown, max(console.width, _LEAST_WIDTH), most):
+            console.print(line, soft_wrap=True)
+    for line in _legend(pictures):
+        console.print(line, soft_wrap=True)
+
+
+def _lines(shown: Picture, width: int, most: int) -> Iterator[Text]:
+    if shown.left_out:
+        yield Text(f"  {shown.left_out}")
+    names = [name for row in shown.rows for name in (row.name, *_names(row))]
+    margin = 2 + max(map(len, names), default=0)
     for first, last in _bands(shown.segments, width - margin):
         yield from _band(shown, first, last, margin)
     if shown.rows:
-        most = longest_bar(shown)
         yield Text("  blocks")
         for row in shown.rows:
             yield _bar(row, most, margin)
-    yield from _legend(shown)
 
 
 def _names(row: Row) -> list[str]:
-    """The names of a step's lines."""
+    """The names of a row's lines."""
     if len(row.lines) == 1:
-        return [f"step {row.number}"]
-    return [f"step {row.number} {line.group}" for line in row.lines]
+        return [row.name]
+    return [f"{row.name} {line.group}" for line in row.lines]
 
 
 def _bands(segments: Sequence[Segment], width: int) -> Iterator[tuple[int, int]]:
@@ -103,7 +118,7 @@ def _band(shown: Picture, first: int, last: int, margin: int) -> Iterator[Text]:
     header.rstrip()
     yield header
     for row in shown.rows:
-        for name, line in zip(_names(row), row.lines, strict=True):
+        for i, (name, line) in enumerate(zip(_names(row), row.lines, strict=True)):
             text = Text(f"  {name}".ljust(margin))
             for segment, cell in zip(segments, line.cells[first:last], strict=True):
                 padded = _cell_text(cell, segment).ljust(_cell_width(segment))
@@ -113,11 +128,11 @@ def _band(shown: Picture, first: int, last: int, margin: int) -> Iterator[Text]:
                 text.append(" + ").append(
                     _counted(Holds.COPY, line.num_copies), _STYLES[Holds.COPY]
                 )
-            yield _marked(text, row)
+            yield text if i else _marked(text, row)
 
 
 def _bar(row: Row, most: int, margin: int) -> Text:
-    text = Text(f"  step {row.number}".ljust(margin) + " ")
+    text = Text(f"  {row.name}".ljust(margin) + " ")
     for part, count in widths(row.parts(), most, BAR_WIDTH):
         text.append(LEGEND[part][0] * count, _STYLES[part])
     text.append(f"  {row.counts}")
@@ -128,11 +143,11 @@ def _marked(text: Text, row: Row) -> Text:
     return text.append(f"  <-- {row.mark}", "bold red") if row.mark else text
 
 
-def _legend(shown: Picture) -> Iterator[Text]:
-    for kinds in (shown.kinds, shown.parts):
-        if kinds:
+def _legend(pictures: Sequence[Picture]) -> Iterator[Text]:
+    for shown in (kinds(pictures), parts(pictures)):
+        if shown:
             text = Text("  ")
-            for i, kind in enumerate(kinds):
+            for i, kind in enumerate(shown):
                 letter, words = LEGEND[kind]
                 text.append(", " if i else "").append(letter, _STYLES[kind]).append(f" {words}")
             yield text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -73,6 +73,18 @@ class Names:
     """S, blocks behind the running state."""
     adopted: frozenset[int]
     """Ids of the blocks that the request's local hits brought."""
+
+
+def tables_from_json(content: Iterable[Mapping[str, Any]]) -> tuple[TableSeen, ...]:
+    """Return tables that passed between processes as JSON objects."""
+    return tuple(
+        TableSeen(
+            table["group"],
+            tuple(Run(Holds(run["holds"]), run["count"]) for run in table["runs"]),
+            table["num_copies_outside"],
+        )
+        for table in content
+    )
 
 
 def attention_table(manager: Any, names: Names) -> TableSeen:

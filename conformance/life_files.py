@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from conformance.driver import (
     vllm_driver,
 )
 from conformance.life_checks import CHECKS, Check, KnownFault, Violation, known_fault
+from conformance.life_tables import RequestWatched, Watcher, watched_from_json
 from conformance.lives import Life, NotPossible, Plan, Rule, Setting, SharedPool
 from conformance.reading import Field, Malformed, headed, read_bytes, record
 from conformance.replay import ask_process, own_standard_output
@@ -26,6 +27,8 @@ KIND = "life"
 SCHEMA = 1
 #: Tokens of a request, and of a step, in a life from a file; each prefix of a prompt is hashed.
 MAX_TOKENS = 2**16
+#: Option of the process in the vllm tier.
+WITH_TABLES = "--with-tables"
 
 _Record = TypeVar("_Record", Setting, Plan, Rule)
 
@@ -39,6 +42,8 @@ class LifeSeen:
     """The known fault that each may be."""
     num_rules: int
     """Rules applied before the life, or the engine, ended."""
+    requests: tuple[RequestWatched, ...] = ()
+    """What each request's block tables held after each rule; empty where nobody asked."""
 
     @property
     def unknown(self) -> tuple[Violation, ...]:
@@ -48,24 +53,39 @@ class LifeSeen:
 
 
 def run_life(
-    driver: Driver, life: Life, target: str, checks: tuple[Check, ...] = CHECKS
+    driver: Driver,
+    life: Life,
+    target: str,
+    checks: tuple[Check, ...] = CHECKS,
+    with_tables: bool = False,
 ) -> LifeSeen:
     """Apply a life's rules to a pool of the driver's tree; those that do not apply are passed over.
+
+    Args:
+        driver: Of the tree.
+        life: What is applied.
+        target: Whose known faults are named.
+        checks: What is checked after every rule.
+        with_tables: Whether to look at what block tables hold after every rule, which takes time.
 
     Raises:
         BindingError: The tree cannot be driven so.
     """
     pool = driver.shared_pool(life.setting, checks)
+    watcher = Watcher(pool, target) if with_tables else None
     done = 0
-    for rule in life.rules:
+    for number, rule in enumerate(life.rules, start=1):
         if pool.is_dead:
             break
+        if watcher is not None:
+            watcher.next_rule(number)
         try:
             pool.apply(rule)
         except NotPossible:
             continue
         done += 1
-    return seen_of(pool, target, done)
+    seen = seen_of(pool, target, done)
+    return seen if watcher is None else replace(seen, requests=watcher.requests)
 
 
 @dataclass(frozen=True)
@@ -76,34 +96,55 @@ class LifeReplayed:
     lines: tuple[str, ...]
     """One per violation, with the known fault that it may be."""
     num_unknown: int
+    requests: tuple[RequestWatched, ...] = ()
+    """As in `LifeSeen`."""
 
 
-def replay_lives(root: Path, tier: str, lives: Sequence[Life], target: str) -> list[LifeReplayed]:
+def replay_lives(
+    root: Path, tier: str, lives: Sequence[Life], target: str, with_tables: bool = False
+) -> list[LifeReplayed]:
     """Live lives on a tree: here in the core tier, in a process of their own in the vllm tier.
+
+    Args:
+        root: Folder that holds `vllm/`.
+        tier: `core` or `vllm`.
+        lives: What is lived.
+        target: Whose known faults are named.
+        with_tables: Whether to look at what block tables hold after every rule.
 
     Raises:
         BindingError: They cannot be driven, or the process failed.
     """
     if tier == "core":
         driver = core_driver(root)
-        return [_replayed(driver, life, target) for life in lives]
+        return [_replayed(driver, life, target, with_tables) for life in lives]
     answers, reason = ask_process(
-        ["conformance.life_files", str(root), target],
+        ["conformance.life_files", str(root), target, *([WITH_TABLES] if with_tables else [])],
         root,
         (json.dumps(to_json(life)) for life in lives),
     )
     if len(answers) < len(lives):
         raise BindingError(reason)
-    return [LifeReplayed(**{**answer, "lines": tuple(answer["lines"])}) for answer in answers]
+    return [_from_json(answer) for answer in answers]
 
 
-def _replayed(driver: Driver, life: Life, target: str) -> LifeReplayed:
-    seen = run_life(driver, life, target)
+def _replayed(driver: Driver, life: Life, target: str, with_tables: bool) -> LifeReplayed:
+    seen = run_life(driver, life, target, with_tables=with_tables)
     lines = tuple(
         f"{violation} [{'NOT KNOWN' if fault is None else 'known: ' + fault.name}]"
         for violation, fault in zip(seen.violations, seen.known, strict=True)
     )
-    return LifeReplayed(seen.num_rules, lines, len(seen.unknown))
+    return LifeReplayed(seen.num_rules, lines, len(seen.unknown), seen.requests)
+
+
+def _to_json(seen: LifeReplayed) -> dict[str, Any]:
+    requests = [request.to_json() for request in seen.requests]
+    return {**asdict(replace(seen, requests=())), "requests": requests}
+
+
+def _from_json(content: dict[str, Any]) -> LifeReplayed:
+    requests = watched_from_json(content["requests"])
+    return LifeReplayed(**{**content, "lines": tuple(content["lines"]), "requests": requests})
 
 
 def seen_of(pool: SharedPool, target: str, num_rules: int) -> LifeSeen:
@@ -197,7 +238,7 @@ def _rule_to_json(rule: Rule) -> dict[str, Any]:
     return {name: value for name, value in asdict(rule).items() if value != defaults[name]}
 
 
-def _main(root: str, target: str) -> int:
+def _main(root: str, target: str, *options: str) -> int:
     """Live the lives on the standard input in the vllm tier, one a line.
 
     2 where the tree cannot be driven.
@@ -206,8 +247,8 @@ def _main(root: str, target: str) -> int:
     try:
         driver = vllm_driver(Path(root))
         for line in sys.stdin:
-            seen = _replayed(driver, loads(line), target)
-            print(json.dumps(asdict(seen)), file=answers, flush=True)
+            seen = _replayed(driver, loads(line), target, WITH_TABLES in options)
+            print(json.dumps(_to_json(seen)), file=answers, flush=True)
     except BindingError as error:
         print(error, file=sys.stderr)
         return 2

@@ -141,6 +141,8 @@ class Request:
     shared_prefix_boundary: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
     row: WorkerRow | None = None
+    adopted_blocks: frozenset[int] = frozenset()
+    """Ids of the blocks that its last admission found in the prefix cache."""
     external_start: int = 0
     """Where the tokens begin that are being loaded."""
     num_in_flight_tokens: int = 0
@@ -334,6 +336,8 @@ class SharedPool:
         self.violations: list[Violation] = []
         """What the checks found, known faults among them."""
         self._checks, self._most = checks, most
+        self.after_rule: Callable[[Rule, bool], None] | None = None
+        """Called after each rule, with whether it is a part of another; None for nobody."""
 
     # ---- rules -----------------------------------------------------------------------------------
 
@@ -351,7 +355,7 @@ class SharedPool:
         if self.is_dead:
             raise NotPossible("the engine is dead")
         try:
-            return self._checked(rule)
+            return self._checked(rule, is_part=False)
         except PlaceholderUsed as error:
             raise BindingError(f"core tier: {error}") from error
 
@@ -413,6 +417,7 @@ class SharedPool:
             return False
         request.num_computed_tokens, request.external_start = start, local
         request.row = WorkerRow(self._tables(request))
+        request.adopted_blocks = frozenset(b.block_id for found in blocks.blocks for b in found)
         self.has_admitted = True
         if is_async:
             if hasattr(self.manager, "get_zeroing_block_ids_in_range"):
@@ -623,11 +628,13 @@ class SharedPool:
                 return max(refusals, preemptions)
         return 0
 
-    def _checked(self, rule: Rule) -> bool:
+    def _checked(self, rule: Rule, is_part: bool = True) -> bool:
         self.seen = None
         done: bool = getattr(self, f"_{rule.name}")(rule)
         if rule.name != "alone":
             self._check(rule)
+        if self.after_rule is not None:
+            self.after_rule(rule, is_part)
         return done
 
     # ---- what there is to see --------------------------------------------------------------------

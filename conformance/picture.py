@@ -1,7 +1,8 @@
-"""The picture of a replayed scenario: what is drawn, whatever it is drawn with.
+"""The picture of a replayed scenario or life: what is drawn, whatever it is drawn with.
 
 A row per step, a cell per block column, and free blocks as a bar against the estimate. What columns
-hold was seen on the real manager (`conformance.layout`); nothing here is predicted.
+hold was seen on the real manager (`conformance.layout`); nothing here is predicted. A life has a
+picture for each request (`conformance.life_picture`).
 """
 
 from __future__ import annotations
@@ -82,15 +83,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Row:
-    """One step."""
+    """One step, or one rule of a life."""
 
-    number: int
-    """From 1."""
-    why: str
-    start: int
-    """Tokens computed before."""
-    end: int
-    """Tokens computed after it, lookahead left out."""
+    name: str
+    """What it is and its number, from 1."""
+    head: str
+    """Its name, and what it does, in words."""
     lines: tuple[Line, ...]
     """A line for each group."""
     free: int | None
@@ -101,16 +99,15 @@ class Row:
     """Blocks."""
     mark: str
     """What is wrong with the step; empty where nothing is."""
-
-    @property
-    def head(self) -> str:
-        """The step in words."""
-        return f"step {self.number}: {self.why}, {self.start:,} to {self.end:,} tokens"
+    asks_for_blocks: bool = True
+    """Whether there is anything that the free blocks are compared with."""
 
     @property
     def counts(self) -> str:
         """Free, estimated and drawn blocks in words."""
-        counts = {"free": self.free, "estimated": self.estimate, "drawn": self.drawn}
+        counts = {"free": self.free}
+        if self.asks_for_blocks:
+            counts |= {"estimated": self.estimate, "drawn": self.drawn}
         return ", ".join(
             f"{what} -" if count is None else f"{what} {count:,}" for what, count in counts.items()
         )
@@ -132,27 +129,35 @@ class Row:
 
 @dataclass(frozen=True)
 class Picture:
-    """Block tables and bars of a scenario on a target."""
+    """Block tables and bars of one request on a target."""
 
     title: str
     segments: tuple[Segment, ...]
     rows: tuple[Row, ...]
     num_left_out: int
-    """Steps before the first row."""
+    """Rows before the first that is shown."""
+    steps: str = "steps"
+    """What the rows are."""
 
     @property
-    def kinds(self) -> list[Kind]:
-        """What the cells hold, for a legend."""
-        lines = [line for row in self.rows for line in row.lines]
-        seen = {cell for line in lines for cell in line.cells}
-        seen |= {Holds.COPY for line in lines if line.num_copies}
-        return [kind for kind in LEGEND if kind in seen]
+    def left_out(self) -> str:
+        """What is said of rows that are not shown; empty where all are."""
+        first = self.num_left_out
+        return f"the first {first} {self.steps} are left out" if first else ""
 
-    @property
-    def parts(self) -> list[Kind]:
-        """What the bars show, for a legend."""
-        seen = {part for row in self.rows for part, _ in row.parts()}
-        return [kind for kind in LEGEND if kind in seen]
+
+def kinds(pictures: Iterable[Picture]) -> list[Kind]:
+    """Return what the cells of pictures hold, for a legend."""
+    lines = [line for shown in pictures for row in shown.rows for line in row.lines]
+    seen = {cell for line in lines for cell in line.cells}
+    seen |= {Holds.COPY for line in lines if line.num_copies}
+    return [kind for kind in LEGEND if kind in seen]
+
+
+def parts(pictures: Iterable[Picture]) -> list[Kind]:
+    """Return what the bars of pictures show, for a legend."""
+    seen = {part for shown in pictures for row in shown.rows for part, _ in row.parts()}
+    return [kind for kind in LEGEND if kind in seen]
 
 
 def picture(scenario: Scenario, replay: Replay) -> Picture:
@@ -164,7 +169,7 @@ def picture(scenario: Scenario, replay: Replay) -> Picture:
     """
     shown = list(zip(scenario.steps, replay.steps, strict=False))
     first = max(len(shown) - MAX_ROWS, 0)
-    segments = _segments(table for _, seen in shown[first:] for table in seen.tables)
+    segments = segments_of(table for _, seen in shown[first:] for table in seen.tables)
     rows = [
         _row(number, planned, seen, segments, _mark(scenario, replay, seen))
         for number, (planned, seen) in enumerate(shown[first:], start=first + 1)
@@ -186,14 +191,15 @@ def widths(parts: Sequence[tuple[Part, int]], most: int, width: int) -> list[tup
     return [(part, max(count * width // most, 1)) for part, count in parts]
 
 
-def longest_bar(shown: Picture) -> int:
-    """Return the blocks of a picture's longest bar, at least 1."""
-    return max([sum(count for _, count in row.parts()) for row in shown.rows] + [1])
+def longest_bar(pictures: Iterable[Picture]) -> int:
+    """Return the blocks of the longest bar of pictures, at least 1."""
+    rows = [row for shown in pictures for row in shown.rows]
+    return max([sum(count for _, count in row.parts()) for row in rows] + [1])
 
 
 def in_words(row: Row, segments: Sequence[Segment]) -> str:
     """Return a step and what the columns hold after it as a text, for who does not see it."""
-    tables = []
+    tables = [] if row.lines else ["No columns."]
     for line in row.lines:
         cells = zip(segments, line.cells, strict=True)
         held = [f"{s.label} {LEGEND[cell][1]}" for s, cell in cells if cell is not None]
@@ -207,17 +213,21 @@ def in_words(row: Row, segments: Sequence[Segment]) -> str:
 def _row(
     number: int, planned: ScenarioStep, seen: StepSeen, segments: Sequence[Segment], mark: str
 ) -> Row:
+    start, end = planned.call.total_computed_tokens, planned.call.num_tokens_main_model
     return Row(
-        number=number,
-        why=planned.why,
-        start=planned.call.total_computed_tokens,
-        end=planned.call.num_tokens_main_model,
-        lines=tuple(_line(table, segments) for table in seen.tables),
+        name=f"step {number}",
+        head=f"step {number}: {planned.why}, {start:,} to {end:,} tokens",
+        lines=lines_of(seen.tables, segments),
         free=seen.free_found,
         estimate=seen.step.estimate,
         drawn=seen.step.drawn,
         mark=mark,
     )
+
+
+def lines_of(tables: Iterable[TableSeen], segments: Sequence[Segment]) -> tuple[Line, ...]:
+    """Return the lines of a row."""
+    return tuple(_line(table, segments) for table in tables)
 
 
 def _line(table: TableSeen, segments: Sequence[Segment]) -> Line:
@@ -227,8 +237,8 @@ def _line(table: TableSeen, segments: Sequence[Segment]) -> Line:
     return Line(table.group, cells, table.num_copies_outside)
 
 
-def _segments(tables: Iterable[TableSeen]) -> list[Segment]:
-    """Columns that share a cell: one each in short tables, like neighbours in long ones."""
+def segments_of(tables: Iterable[TableSeen]) -> list[Segment]:
+    """Return columns that share a cell: one each in short tables, like neighbours in long ones."""
     tables = list(tables)
     most = max([table.length for table in tables], default=0)
     if most <= MAX_SINGLE_COLUMNS:

@@ -26,7 +26,7 @@ from conformance.driver import (
     core_driver,
     vllm_driver,
 )
-from conformance.layout import Holds, Run, TableSeen
+from conformance.layout import TableSeen, tables_from_json
 from conformance.scenario import (
     OPTIONALLY_PREDICTED,
     Prediction,
@@ -402,14 +402,7 @@ def _from_json(content: dict[str, Any]) -> Replay:
 
 
 def _step_from_json(content: dict[str, Any]) -> StepSeen:
-    tables = tuple(
-        TableSeen(
-            table["group"],
-            tuple(Run(Holds(run["holds"]), run["count"]) for run in table["runs"]),
-            table["num_copies_outside"],
-        )
-        for table in content["tables"]
-    )
+    tables = tables_from_json(content["tables"])
     return StepSeen(**{**content, "step": Step(**content["step"]), "tables": tables})
 
 

@@ -1,4 +1,4 @@
-"""The picture of a replayed scenario as SVG: one text, with everything that it needs in it.
+"""Pictures of scenarios and lives as SVG: one text, with everything that it needs in it.
 
 Built as a tree of elements, so that no text of a scenario can become markup. Colours are CSS
 variables of the class `capproof-picture`, which follow the reader's colour scheme.
@@ -7,7 +7,7 @@ variables of the class `capproof-picture`, which follow the reader's colour sche
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
@@ -21,14 +21,16 @@ from conformance.picture import (
     Row,
     Segment,
     in_words,
+    kinds,
     longest_bar,
+    parts,
     widths,
 )
 
 #: How every picture begins; a file that begins otherwise is not ours.
 MARKER = '<svg xmlns="http://www.w3.org/2000/svg" class="capproof-picture"'
 
-_LINE, _GAP, _CHARACTER, _TOP = 24, 30, 8, 64
+_LINE, _GAP, _CHARACTER, _TOP, _HEADER = 24, 30, 8, 30, 34
 _CELL, _PLUS = 26, 16
 _BAR = 200
 #: Fill by kind, in a light and in a dark scheme.
@@ -60,26 +62,35 @@ def svg(shown: Picture) -> str:
     Returns:
         One `svg` element, with a line break behind it; `<title>` and `<desc>` say what it shows.
     """
-    drawing = _Drawing(shown)
+    return _text_of(_Drawing(shown.title, [shown]))
+
+
+def svg_of_all(title: str, pictures: Sequence[Picture]) -> str:
+    """Return pictures below each other as one SVG, each with its title; as `svg` otherwise."""
+    return _text_of(_Drawing(title, pictures, with_titles=True))
+
+
+def _text_of(drawing: _Drawing) -> str:
     ElementTree.indent(drawing.root, space="")
     return ElementTree.tostring(drawing.root, encoding="unicode") + "\n"
 
 
 class _Drawing:
-    """The elements of a picture, from top to bottom."""
+    """The elements of pictures, from top to bottom."""
 
-    def __init__(self, shown: Picture) -> None:
-        self._shown = shown
+    def __init__(self, title: str, pictures: Sequence[Picture], with_titles: bool = False) -> None:
+        self._head, self._pictures, self._with_titles = title, pictures, with_titles
+        self._rows = [row for shown in pictures for row in shown.rows]
         self._margin = 16 + _CHARACTER * max(
-            [len(name) for row in shown.rows for name in _names(row)], default=6
+            [len(name) for row in self._rows for name in _names(row)], default=6
         )
-        self._cell_widths = [_cell_width(segment) for segment in shown.segments]
-        lines = [line for row in shown.rows for line in row.lines]
+        lines = [line for row in self._rows for line in row.lines]
         copies = [_counted(Holds.COPY, line.num_copies) for line in lines if line.num_copies]
         outside = max([_PLUS + _width_of(text) for text in copies], default=0)
-        self._bars_at = self._margin + sum(self._cell_widths) + outside + 32
+        tables = max([sum(map(_cell_width, shown.segments)) for shown in pictures], default=0)
+        self._bars_at = self._margin + tables + outside + 32
         self._y = _TOP
-        name = "capproof-" + re.sub(r"[^a-z0-9]+", "-", shown.title.lower()).strip("-")
+        name = "capproof-" + re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
         self.root = Element(
             "svg",
             {
@@ -100,44 +111,54 @@ class _Drawing:
         self.root.set("style", f"max-width:{self._width()}px;width:100%")
 
     def _title(self) -> str:
-        marks = [row for row in self._shown.rows if row.mark]
-        found = "; ".join(f"step {row.number} {row.mark}" for row in marks)
-        return f"Block table of {self._shown.title}" + (f": {found}" if found else "")
+        found = "; ".join(f"{row.name} {row.mark}" for row in self._rows if row.mark)
+        tables = "Block tables" if self._with_titles else "Block table"
+        return f"{tables} of {self._head}" + (f": {found}" if found else "")
 
     def _description(self) -> str:
-        rows = [in_words(row, self._shown.segments) for row in self._shown.rows]
-        return " ".join([*self._left_out(), *rows])
+        return " ".join(words for shown in self._pictures for words in self._said(shown))
 
-    def _left_out(self) -> Iterator[str]:
-        if self._shown.num_left_out:
-            yield f"The first {self._shown.num_left_out} steps are left out."
+    def _said(self, shown: Picture) -> list[str]:
+        title = [f"{shown.title}."] if self._with_titles else []
+        rows = [in_words(row, shown.segments) for row in shown.rows]
+        return [*title, *_left_out(shown), *rows]
 
     def _width(self) -> int:
-        texts = [_CHARACTER * (len(row.head) + 3 + len(row.mark)) for row in self._shown.rows]
-        texts += [_CHARACTER * len(self._shown.title)]
-        counts = [_CHARACTER * len(row.counts) for row in self._shown.rows]
+        texts = [_CHARACTER * (len(row.head) + 3 + len(row.mark)) for row in self._rows]
+        texts += [_CHARACTER * len(self._head)]
+        texts += [_CHARACTER * len(shown.title) for shown in self._pictures]
+        counts = [_CHARACTER * len(row.counts) for row in self._rows]
         bars = self._bars_at + max([_BAR + 16, *counts])
         return max([bars, 480, *texts]) + 16
 
     def _draw(self) -> None:
-        self._text(8, 22, self._shown.title, "capproof-head")
-        for text in self._left_out():
-            self._text(8, 40, text, "capproof-note")
-        self._header()
-        most = longest_bar(self._shown)
-        for row in self._shown.rows:
-            self._row(row, most)
+        self._text(8, 22, self._head, "capproof-head")
+        most = longest_bar(self._pictures)
+        for shown in self._pictures:
+            self._picture(shown, most)
         self._legend()
 
-    def _header(self) -> None:
-        x = self._margin
-        for segment, width in zip(self._shown.segments, self._cell_widths, strict=True):
-            self._text(x + width / 2, _TOP - 8, segment.label, "capproof-note capproof-middle")
-            x += width
+    def _picture(self, shown: Picture, most: int) -> None:
+        if self._with_titles:
+            self._text(8, self._y + 16, shown.title, "capproof-head")
+            self._y += _LINE
+        for text in _left_out(shown):
+            self._text(8, self._y + 10, text, "capproof-note")
+        self._header(shown.segments)
+        for row in shown.rows:
+            self._row(row, shown.segments, most)
 
-    def _row(self, row: Row, most: int) -> None:
+    def _header(self, segments: Sequence[Segment]) -> None:
+        x, y = self._margin, self._y + _HEADER - 8
+        for segment in segments:
+            width = _cell_width(segment)
+            self._text(x + width / 2, y, segment.label, "capproof-note capproof-middle")
+            x += width
+        self._y += _HEADER
+
+    def _row(self, row: Row, segments: Sequence[Segment], most: int) -> None:
         group = SubElement(self.root, "g", {"class": "capproof-row"})
-        SubElement(group, "title").text = _plain(in_words(row, self._shown.segments))
+        SubElement(group, "title").text = _plain(in_words(row, segments))
         height = _LINE * max(len(row.lines), 1)
         if row.mark:
             box = {"class": "capproof-marked", "x": "2", "y": str(self._y - 2), "rx": "4"}
@@ -152,16 +173,16 @@ class _Drawing:
         self._bar(row, most, group)
         for name, line in zip(_names(row), row.lines, strict=True):
             self._text(8, self._y + 17, name, "capproof-name", group)
-            self._cells(line, group)
+            self._cells(line, segments, group)
             self._y += _LINE
-        self._y += _GAP
+        self._y += _GAP + (0 if row.lines else _LINE)
 
-    def _cells(self, line: Line, group: Element) -> None:
+    def _cells(self, line: Line, segments: Sequence[Segment], group: Element) -> None:
         x = self._margin
-        for i, (width, cell) in enumerate(zip(self._cell_widths, line.cells, strict=True)):
+        for segment, cell in zip(segments, line.cells, strict=True):
+            width = _cell_width(segment)
             if cell is not None:
-                text = _counted(cell, self._shown.segments[i].count)
-                self._cell(x, width, cell, text, group)
+                self._cell(x, width, cell, _counted(cell, segment.count), group)
             x += width
         if line.num_copies:
             text = _counted(Holds.COPY, line.num_copies)
@@ -181,7 +202,7 @@ class _Drawing:
         self._text(self._bars_at, self._y + _LINE + 12, row.counts, "capproof-note", group)
 
     def _legend(self) -> None:
-        for kind in (*self._shown.kinds, *self._shown.parts):
+        for kind in (*kinds(self._pictures), *parts(self._pictures)):
             letter, words = LEGEND[kind]
             self._box(8, self._y, _CELL, 18, _class(kind), self.root)
             if isinstance(kind, Holds):
@@ -198,6 +219,10 @@ class _Drawing:
         element = SubElement(to, "text", {"class": kind, "x": f"{x:g}", "y": f"{y:g}"})
         element.text = _plain(text)
         return element
+
+
+def _left_out(shown: Picture) -> list[str]:
+    return [f"{shown.left_out.capitalize()}."] if shown.left_out else []
 
 
 def _names(row: Row) -> list[str]:

@@ -240,7 +240,7 @@ def test_of_very_many_steps_the_last_are_drawn() -> None:
 
     shown = picture(scenario_of(*steps), replay_of(*(seen_with(table) for _ in steps)))
 
-    assert [row.number for row in shown.rows][:: MAX_ROWS - 1] == [4, MAX_ROWS + 3]
+    assert [row.name for row in shown.rows][:: MAX_ROWS - 1] == ["step 4", f"step {MAX_ROWS + 3}"]
     assert "the first 3 steps are left out" in printed(shown)
     assert "The first 3 steps are left out." in svg(shown)
 
@@ -250,7 +250,7 @@ def test_a_bar_shows_every_block_once(
     free: int | None, estimate: int | None, drawn_blocks: int | None
 ) -> None:
     """Drawn, estimated and free blocks add up, and no part is too small to be seen."""
-    row = Row(1, "a step", 0, 1, (), free, estimate, drawn_blocks, "")
+    row = Row("step 1", "a step", (), free, estimate, drawn_blocks, "")
 
     parts = dict(row.parts())
     counts = [max(count or 0, 0) for count in (free, estimate, drawn_blocks)]
@@ -424,7 +424,7 @@ def test_a_picture_replaces_no_file_of_somebody_else(
 
 
 def test_what_has_no_picture_is_refused_in_one_line(tmp_path: Path, capsys: Output) -> None:
-    """Several scenarios are not one picture, and workloads and lives have none."""
+    """Several scenarios are not one picture, and workloads have none."""
     several, workload = tmp_path / "several.json", tmp_path / "workload.json"
     scenario = load(SHOWN)[0]
     several.write_text(dumps([scenario, replace(scenario, name="another")]))

@@ -64,21 +64,23 @@ def replay(
     kind = None
     with suppress(OSError, ValueError):  # `load` says what is wrong with it.
         kind = kind_of(scenario_file.read_bytes())
-    if kind in (workload.KIND, life_files.KIND) and (draw or draw_svg or shrink):
-        undone = "is not shrunk" if shrink else "has no picture"
-        raise CannotRun(f"{scenario_file}: a {kind} {undone}; name a scenario")
+    if kind in (workload.KIND, life_files.KIND) and shrink:
+        raise CannotRun(f"{scenario_file}: a {kind} is not shrunk; name a scenario")
+    if kind == workload.KIND and (draw or draw_svg):
+        raise CannotRun(f"{scenario_file}: a workload has no picture; name a scenario or a life")
     if save is not None and not shrink:
         raise CannotRun("--save: there is nothing to write without --shrink")
     if kind == workload.KIND:
         return run_workloads([workload.load(scenario_file)], targets, tier)
     if kind == life_files.KIND:
-        return _replay_life(scenario_file, targets or DEFAULT_TARGETS, tier)
+        return _replay_life(scenario_file, targets or DEFAULT_TARGETS, tier, draw, draw_svg)
     scenarios = load(scenario_file)
     predicted = dict.fromkeys(target for scenario in scenarios for target in _shows_on(scenario))
     if not scenarios:
         raise CannotRun(f"{scenario_file}: holds no scenario; name a file that does")
     if draw_svg is not None:
-        _check_svg(draw_svg, scenario_file, len(scenarios))
+        _check_one(scenario_file, len(scenarios))
+        _check_svg(draw_svg)
     console = new_console()
     worst, not_run = AS_EXPECTED, []
     trees = resolved(targets or tuple(predicted) or DEFAULT_TARGETS)
@@ -153,33 +155,50 @@ def _shows_on(scenario: Any) -> list[str]:
     ]
 
 
-def _check_svg(file: Path, scenario_file: Path, num_scenarios: int) -> None:
-    """Refuse a picture of several scenarios, and one that would replace what is no picture."""
-    from conformance.svg import MARKER
-
+def _check_one(scenario_file: Path, num_scenarios: int) -> None:
+    """Refuse a picture of several scenarios."""
     if num_scenarios > 1:
         raise CannotRun(
             f"{scenario_file}: holds {num_scenarios} scenarios, and --draw-svg draws one; "
             "name a file with one"
         )
+
+
+def _check_svg(file: Path) -> None:
+    """Refuse a picture that would replace what is no picture."""
+    from conformance.svg import MARKER
+
     check_writable("--draw-svg", file)
     if file.is_file() and not file.read_bytes().startswith(MARKER.encode()):
         raise CannotRun(f"--draw-svg {file}: is no picture of capproof's; name another file")
 
 
-def _replay_life(file: Path, targets: Sequence[str], tier: str) -> int:
+def _replay_life(
+    file: Path, targets: Sequence[str], tier: str, draw: bool, draw_svg: Path | None
+) -> int:
     """Live a life again on targets; a violation that is not known is not as expected."""
+    from conformance.drawing import draw_all
     from conformance.driver import BindingError
     from conformance.life_files import load, replay_lives
+    from conformance.life_picture import life_pictures
+    from conformance.svg import svg_of_all
 
-    life, worst = load(file), AS_EXPECTED
+    life, worst, with_tables = load(file), AS_EXPECTED, draw or draw_svg is not None
+    if draw_svg is not None:
+        _check_svg(draw_svg)
     for tree in resolved_to_live(targets):
         try:
-            (seen,) = replay_lives(tree.root, tier, [life], tree.target)
+            (seen,) = replay_lives(tree.root, tier, [life], tree.target, with_tables)
         except BindingError as error:
             raise CannotRun(f"{tree.target}: {error}") from None
         click.echo(f"{tree.target}: {seen.num_rules} rules, {len(seen.lines)} violations")
         for line in seen.lines:
             click.echo(f"  {line}")
+        pictures = life_pictures(seen.requests)
+        if draw:
+            draw_all(new_console(), pictures)
+        if draw_svg is not None:
+            write_whole(draw_svg, svg_of_all(f"{file.name} on {tree.target}", pictures))
+            draw_svg = None
         worst = NOT_AS_EXPECTED if seen.num_unknown else worst
     return worst
