@@ -34,6 +34,10 @@ GROUPS: dict[tuple[str, ...], str] = {
     ("num_tokens_main_model", "num_tokens"): "tokens after the step, then its lookahead",
     ("prefill_length", "num_request_tokens"): "the length of the prompt and of the request",
     (
+        "num_in_flight_tokens",
+        "num_just_ended_tokens",
+    ): "tokens of steps in flight, then of the step that has just ended",
+    (
         "free_blocks",
         "watermark_blocks",
         "reserved_blocks",
