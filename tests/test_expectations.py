@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from conformance import expectations as module
-from conformance.expectations import EXPECTABLE, expectations, expected, where
+from conformance.expectations import EXPECTABLE, expectations, expected, missed_by, where
 from conformance.matrix import traits_in
 from conformance.targets import KNOWN_RELEASES, resolve
 from spec.theorems import MANAGERS, OBLIGATIONS, THEOREMS
@@ -139,3 +140,22 @@ def test_a_family_with_tags_is_one_word() -> None:
     """Families with and without tags are told apart in expectations and output."""
     assert where("first", ()) == "first"
     assert where("first", ["checkpoint"]) == "first+checkpoint"
+
+
+def test_what_earlier_checks_missed_is_said_of_causes_that_exist() -> None:
+    """A cause that is worded anew takes what is said of it along, and one word says it."""
+    content = module._content()
+    causes = {entry.get("report") for entry in content["expect"]}
+    said = [cause for entry in content["missed"] for cause in entry["reports"]]
+
+    assert set(said) <= causes
+    assert len(set(said)) == len(said)
+    assert missed_by(said[0]) == content["missed"][0]["by"]
+    assert missed_by("a cause that nobody has looked at") is None
+
+
+def test_what_earlier_checks_missed_names_a_file_and_a_commit() -> None:
+    """It can be looked up."""
+    for entry in module._content()["missed"]:
+        assert re.search(r"tests/v1/[\w/]+\.py", entry["by"])
+        assert re.search(r"read at commit [0-9a-f]{11}", entry["by"])

@@ -214,6 +214,15 @@ def test_the_order_of_least_numbers_is_the_provers() -> None:
     assert first_of == sorted(first_of)
 
 
+def test_a_counterexample_ends_with_what_earlier_checks_missed(files: dict[str, str]) -> None:
+    """The last section of its page, where somebody has looked."""
+    (page,) = (text for path, text in files.items() if re.match(r"counterexamples/.*\.html", path))
+    heads = re.findall(r"<h2>(.*)</h2>", page)
+
+    assert heads[-1] == "Why earlier checks missed it"
+    assert "runs a sliding window, which has no checkpoint blocks" in page.partition(heads[-1])[2]
+
+
 def test_findings_are_found_by_the_theorems_that_they_name() -> None:
     """A theorem's page leads to the findings whose table names it, with their public reports."""
     (first, *_) = guides.findings()["exact-estimate"]

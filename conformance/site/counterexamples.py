@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conformance.driver import BindingError, Driver, core_driver
-from conformance.expectations import cause, where
+from conformance.expectations import cause, missed_by, where
 from conformance.obligations import Row
 from conformance.picture import picture
 from conformance.replay import NEED_EXACT_POOL, Outcome, Replay, replay
@@ -96,6 +96,11 @@ class Counterexample:
             for row in self.rows
         )
         return list(dict.fromkeys(filter(None, found)))
+
+    @property
+    def missed_by(self) -> list[str]:
+        """Why vLLM's own tests do not show it, where that was looked up."""
+        return list(dict.fromkeys(filter(None, map(missed_by, self.causes))))
 
     @property
     def steps(self) -> list[dict[str, Any]]:
