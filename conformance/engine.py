@@ -20,7 +20,7 @@ from typing import Any
 
 from conformance.bindings import BindingError, DriverError, import_vllm, one_line
 from conformance.engine_bindings import EngineBindings, Refused, SchedulerUnderTest
-from conformance.group_bindings import watching_estimates
+from conformance.group_bindings import watching_allocations, watching_estimates
 from conformance.replay import ask_process, own_standard_output
 from conformance.workload import (
     Arrival,
@@ -37,11 +37,33 @@ SAMPLED_TOKEN = 0
 
 
 @dataclass(frozen=True)
+class Allocation:
+    """One call of `allocate_slots`, in blocks unless said otherwise."""
+
+    step: int
+    """Of the scheduler, from 1."""
+    request: str
+    num_computed_tokens: int
+    """Tokens that the request has computed before."""
+    num_new_tokens: int
+    free: int
+    """Free blocks when the last estimate was made."""
+    gate: int | None = None
+    """None where the full-sequence gate was not asked."""
+    estimate: int | None = None
+    """None where it did not come to the check of the step."""
+    drawn: int | None = None
+    """None where it was refused, or raised."""
+
+
+@dataclass(frozen=True)
 class Answer:
     """What a process says of one workload: an outcome, or why there is none."""
 
     outcome: Outcome | None
     reason: str = ""
+    allocations: tuple[Allocation, ...] = ()
+    """What was asked for, in the order of the steps; empty where nobody asked."""
 
 
 class Progress:
@@ -97,6 +119,9 @@ class Run:
         self._tokens = {name: n for n, name in enumerate(_prompts(workload.arrivals), start=1)}
         self._progress = Progress(workload.stall_after)
         self._asked: list[Asked] = []
+        self.allocations: list[Allocation] = []
+        """What was asked for so far, with what came of it."""
+        self._is_allocating = False
         self._preemptions = 0
         self._live: dict[str, Any] = {}
         self._in_flight: deque[tuple[Any, dict[str, list[int]]]] = deque()
@@ -109,7 +134,10 @@ class Run:
             DriverError: The prefix cache is to be cleared, and cannot be.
         """
         progress = self._progress
-        with watching_estimates(self._manager.coordinator, self._note):
+        with (
+            watching_estimates(self._manager.coordinator, self._note),
+            watching_allocations(self._manager, self._allocates, self._allocated),
+        ):
             while self._to_come or self._live:
                 self._let_arrive()
                 try:
@@ -232,14 +260,35 @@ class Run:
 
     def _note(self, request: str, is_gate: bool, num_blocks: int) -> None:
         self._asked.append(Asked(request, is_gate, num_blocks, self._free()))
+        if self._is_allocating:
+            told = {"gate" if is_gate else "estimate": num_blocks, "free": self._free()}
+            self.allocations[-1] = replace(self.allocations[-1], **told)
+
+    def _allocates(self, request: Any, num_new_tokens: int) -> None:
+        self._is_allocating = True
+        step, computed = self._progress.steps + 1, request.num_computed_tokens
+        self.allocations.append(
+            Allocation(step, request.request_id, computed, num_new_tokens, self._free())
+        )
+
+    def _allocated(self, is_given: bool) -> None:
+        self._is_allocating = False
+        last = self.allocations[-1]
+        if is_given:
+            self.allocations[-1] = replace(last, drawn=last.free - self._free())
 
 
 def _prompts(arrivals: Iterable[Arrival]) -> list[str]:
     return list(dict.fromkeys(arrival.prompt or arrival.name for arrival in arrivals))
 
 
-def run(workload: Workload, bindings: EngineBindings) -> Outcome:
+def run(workload: Workload, bindings: EngineBindings, with_allocations: bool = False) -> Answer:
     """Run a workload on the vLLM that is imported.
+
+    Args:
+        workload: What arrives.
+        bindings: Of the vLLM.
+        with_allocations: Whether to tell what was asked for, too.
 
     Raises:
         BindingError: The release cannot be driven so.
@@ -248,10 +297,11 @@ def run(workload: Workload, bindings: EngineBindings) -> Outcome:
     try:
         parts = bindings.new_scheduler(workload.engine)
     except Refused as error:
-        return Outcome(End.REFUSED, 0, error=str(error))
+        return Answer(Outcome(End.REFUSED, 0, error=str(error)))
     try:
-        outcome = Run(workload, parts).outcome()
-        return replace(outcome, least_num_gpu_blocks=parts.least_num_gpu_blocks)
+        made = Run(workload, parts)
+        outcome = replace(made.outcome(), least_num_gpu_blocks=parts.least_num_gpu_blocks)
+        return Answer(outcome, allocations=tuple(made.allocations if with_allocations else ()))
     finally:
         parts.scheduler.shutdown()
 
@@ -259,15 +309,19 @@ def run(workload: Workload, bindings: EngineBindings) -> Outcome:
 # ---- a process per tree --------------------------------------------------------------------------
 
 
-def run_in(tree_root: Path, workloads: Sequence[Workload]) -> list[Answer]:
+def run_in(
+    tree_root: Path, workloads: Sequence[Workload], with_allocations: bool = False
+) -> list[Answer]:
     """Run workloads on a tree, all in one process; the answers come in the same order.
 
     Args:
         tree_root: Folder holding `vllm/`.
         workloads: What to run.
+        with_allocations: Whether to tell what was asked for, too.
     """
+    options = ["--with-allocations"] if with_allocations else []
     answers, reason = ask_process(
-        ["conformance.engine", "--root", str(tree_root)],
+        ["conformance.engine", "--root", str(tree_root), *options],
         Path(tree_root),
         [json.dumps(to_json(workload)) for workload in workloads],
     )
@@ -275,9 +329,9 @@ def run_in(tree_root: Path, workloads: Sequence[Workload]) -> list[Answer]:
     return found + [Answer(None, reason) for _ in workloads[len(found) :]]
 
 
-def _answer(workload: Workload, bindings: EngineBindings) -> Answer:
+def _answer(workload: Workload, bindings: EngineBindings, with_allocations: bool) -> Answer:
     try:
-        return Answer(run(workload, bindings))
+        return run(workload, bindings, with_allocations)
     except DriverError as error:
         return Answer(None, str(error))
 
@@ -286,20 +340,22 @@ def _from_json(content: dict[str, Any]) -> Answer:
     outcome = content["outcome"]
     if outcome is not None:
         outcome = Outcome(**{**outcome, "end": End(outcome["end"])})
-    return Answer(outcome, content["reason"])
+    allocations = tuple(Allocation(**one) for one in content["allocations"])
+    return Answer(outcome, content["reason"], allocations)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Answer the workloads on standard input, line by line; 2 where the tree cannot be driven."""
     parser = argparse.ArgumentParser(prog="python -m conformance.engine", description=__doc__)
     parser.add_argument("--root", type=Path, required=True, help="folder holding vllm/")
+    parser.add_argument("--with-allocations", action="store_true", help="what was asked for, too")
     options = parser.parse_args(arguments)
     answers = own_standard_output()
     try:
         bindings = EngineBindings(import_vllm(options.root))
         for number, line in enumerate(sys.stdin, start=1):
             workload = loads(line, name=f"standard input, line {number}")
-            answer = asdict(_answer(workload, bindings))
+            answer = asdict(_answer(workload, bindings, options.with_allocations))
             print(json.dumps(answer), file=answers, flush=True)
     except (WorkloadError, BindingError) as error:
         print(error, file=sys.stderr)

@@ -127,6 +127,35 @@ def watching_estimates(coordinator: Any, note: Callable[[str, bool, int], None])
         del coordinator.get_num_blocks_to_allocate
 
 
+@contextmanager
+def watching_allocations(
+    manager: Any, before: Callable[[Any, int], None], after: Callable[[bool], None]
+) -> Iterator[None]:
+    """While it lasts, say when slots are allocated; they are allocated as ever.
+
+    Args:
+        manager: A `KVCacheManager`.
+        before: Told the request and its new tokens.
+        after: Told whether blocks were given; they are not where an exception is raised.
+    """
+    allocate = manager.allocate_slots
+
+    def allocated(request: Any, num_new_tokens: int, *arguments: Any, **named: Any) -> Any:
+        before(request, num_new_tokens)
+        blocks = None
+        try:
+            blocks = allocate(request, num_new_tokens, *arguments, **named)
+        finally:
+            after(blocks is not None)
+        return blocks
+
+    manager.allocate_slots = allocated
+    try:
+        yield
+    finally:
+        del manager.allocate_slots
+
+
 def bind_groups(modules: Modules) -> GroupBindings:
     """Find what the driver needs for several KV-cache groups in a tree.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from conformance.life_tables import RequestWatched, RuleSeen
-from conformance.picture import Picture, Row, Segment, lines_of, segments_of
+from conformance.picture import Picture, Row, Segment, lines_of, segments_of, tokens_in_words
 
 
 def life_pictures(watched: Sequence[RequestWatched]) -> list[Picture]:
@@ -40,5 +40,5 @@ def _has_blocks(seen: RuleSeen) -> bool:
 
 def _tokens(seen: RuleSeen) -> str:
     if seen.start == seen.end:
-        return f"{seen.end:,} token{'' if seen.end == 1 else 's'}"
-    return f"{seen.start:,} to {seen.end:,} tokens"
+        return tokens_in_words(seen.end)
+    return f"{seen.start:,} to {tokens_in_words(seen.end)}"

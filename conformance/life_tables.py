@@ -18,7 +18,7 @@ from conformance.layout import (
 )
 from conformance.life_checks import StepSeen, Violation, known_fault
 from conformance.lives import FIRST_MAMBA_GROUP, Request, Rule, SharedPool, Stage
-from conformance.picture import MAX_ROWS
+from conformance.picture import MAX_ROWS, tokens_in_words
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def rule_in_words(rule: Rule) -> str:
     """Return a rule as it is read: its name, and what it is given."""
     given = []
     if rule.num_tokens and rule.name in ("admit", "promote", "run"):
-        given.append(f"up to {rule.num_tokens:,} tokens")
+        given.append(f"up to {tokens_in_words(rule.num_tokens)}")
     if rule.num_external_tokens:
         how = " later" if rule.loads_asynchronously else ""
         given.append(f"{rule.num_external_tokens:,} external{how}")
@@ -213,5 +213,6 @@ def rule_in_words(rule: Rule) -> str:
 def _plan_in_words(request: Request) -> str:
     plan = request.plan
     shared = min(plan.num_shared_tokens, plan.num_prompt_tokens + plan.max_tokens)
-    words = f"a prompt of {plan.num_prompt_tokens:,} tokens, {plan.max_tokens:,} to make"
+    prompt = tokens_in_words(plan.num_prompt_tokens)
+    words = f"a prompt of {prompt}, {plan.max_tokens:,} to make"
     return f"{words}, the first {shared:,} shared" if shared else words

@@ -197,9 +197,14 @@ def longest_bar(pictures: Iterable[Picture]) -> int:
     return max([sum(count for _, count in row.parts()) for row in rows] + [1])
 
 
+def tokens_in_words(count: int) -> str:
+    """Return a number of tokens as it is read."""
+    return f"{count:,} token{'' if count == 1 else 's'}"
+
+
 def in_words(row: Row, segments: Sequence[Segment]) -> str:
     """Return a step and what the columns hold after it as a text, for who does not see it."""
-    tables = [] if row.lines else ["No columns."]
+    tables = []
     for line in row.lines:
         cells = zip(segments, line.cells, strict=True)
         held = [f"{s.label} {LEGEND[cell][1]}" for s, cell in cells if cell is not None]
@@ -207,7 +212,7 @@ def in_words(row: Row, segments: Sequence[Segment]) -> str:
             held.append(f"in no column {line.num_copies} {LEGEND[Holds.COPY][1]}")
         tables.append(f"{line.group}: {', '.join(held) or 'no columns'}.")
     mark = f" {row.mark}." if row.mark else ""
-    return f"{row.head}. {' '.join(tables)} Blocks: {row.counts}.{mark}"
+    return f"{' '.join([f'{row.head}.', *tables])} Blocks: {row.counts}.{mark}"
 
 
 def _row(

@@ -112,8 +112,8 @@ class _Drawing:
 
     def _title(self) -> str:
         found = "; ".join(f"{row.name} {row.mark}" for row in self._rows if row.mark)
-        tables = "Block tables" if self._with_titles else "Block table"
-        return f"{tables} of {self._head}" + (f": {found}" if found else "")
+        what = "Blocks" if self._with_titles else "Block table"
+        return f"{what} of {self._head}" + (f": {found}" if found else "")
 
     def _description(self) -> str:
         return " ".join(words for shown in self._pictures for words in self._said(shown))

@@ -220,7 +220,7 @@ def test_a_life_is_drawn_on_a_terminal_and_as_svg(tmp_path: Path, capsys: Output
     root = ElementTree.fromstring(file.read_text())
     title, desc = (root.findtext(f"{{http://www.w3.org/2000/svg}}{n}") for n in ("title", "desc"))
     assert title == (
-        "Block tables of life.json on vllm==0.33.0: "
+        "Blocks of life.json on vllm==0.33.0: "
         "rule 6 breaks live-state-kept (known: state-cached-for-a-later-position)"
     )
     assert desc is not None

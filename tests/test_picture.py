@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -424,18 +423,17 @@ def test_a_picture_replaces_no_file_of_somebody_else(
 
 
 def test_what_has_no_picture_is_refused_in_one_line(tmp_path: Path, capsys: Output) -> None:
-    """Several scenarios are not one picture, and workloads have none."""
-    several, workload = tmp_path / "several.json", tmp_path / "workload.json"
+    """Several scenarios are not one picture, and nor are several workloads."""
+    several = tmp_path / "several.json"
     scenario = load(SHOWN)[0]
     several.write_text(dumps([scenario, replace(scenario, name="another")]))
-    workload.write_text(json.dumps({"kind": "workload"}))
     svg_file = str(tmp_path / "no.svg")
 
     assert cli.run(["replay", str(several), "--draw-svg", svg_file]) == 2
-    assert cli.run(["replay", str(workload), "--draw"]) == 2
+    assert cli.run(["workloads", "--draw-svg", svg_file]) == 2
     assert cli.run(["replay", str(SHOWN), "--draw-svg", str(tmp_path / "no" / "x.svg")]) == 2
 
-    several_said, workload_said, folder_said = capsys.readouterr().err.splitlines()
-    assert "holds 2 scenarios, and --draw-svg draws one" in several_said
-    assert "a workload has no picture" in workload_said
+    several_said, workloads_said, folder_said = capsys.readouterr().err.splitlines()
+    assert "2 scenarios, and --draw-svg draws one" in several_said
+    assert re.search(r"--name: \d+ workloads, and --draw-svg draws one", workloads_said)
     assert "is no folder" in folder_said

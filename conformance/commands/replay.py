@@ -18,6 +18,7 @@ from conformance.commands.arguments import (
 )
 from conformance.commands.lives import resolved_to_live
 from conformance.commands.output import new_console, print_line, write_whole
+from conformance.commands.pictures import check_one, check_svg, draw_option, draw_svg_option
 from conformance.commands.workloads import run_workloads
 from conformance.ending import AS_EXPECTED, NOT_AS_EXPECTED
 from conformance.targets import DEFAULT_TARGETS, Tree
@@ -27,13 +28,8 @@ from conformance.targets import DEFAULT_TARGETS, Tree
 @click.argument("scenario_file", type=click.Path(path_type=Path), metavar="SCENARIO.json")
 @targets_option
 @tier_option
-@click.option("--draw", is_flag=True, help="Print the block table after each step as a picture.")
-@click.option(
-    "--draw-svg",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Write the picture of the first target as SVG.",
-)
+@draw_option
+@draw_svg_option
 @click.option(
     "--shrink", is_flag=True, help="First make it smaller, while it breaks the same theorem."
 )
@@ -66,12 +62,10 @@ def replay(
         kind = kind_of(scenario_file.read_bytes())
     if kind in (workload.KIND, life_files.KIND) and shrink:
         raise CannotRun(f"{scenario_file}: a {kind} is not shrunk; name a scenario")
-    if kind == workload.KIND and (draw or draw_svg):
-        raise CannotRun(f"{scenario_file}: a workload has no picture; name a scenario or a life")
     if save is not None and not shrink:
         raise CannotRun("--save: there is nothing to write without --shrink")
     if kind == workload.KIND:
-        return run_workloads([workload.load(scenario_file)], targets, tier)
+        return run_workloads([workload.load(scenario_file)], targets, tier, draw, draw_svg)
     if kind == life_files.KIND:
         return _replay_life(scenario_file, targets or DEFAULT_TARGETS, tier, draw, draw_svg)
     scenarios = load(scenario_file)
@@ -79,8 +73,8 @@ def replay(
     if not scenarios:
         raise CannotRun(f"{scenario_file}: holds no scenario; name a file that does")
     if draw_svg is not None:
-        _check_one(scenario_file, len(scenarios))
-        _check_svg(draw_svg)
+        check_one(str(scenario_file), len(scenarios), "scenarios")
+        check_svg(draw_svg)
     console = new_console()
     worst, not_run = AS_EXPECTED, []
     trees = resolved(targets or tuple(predicted) or DEFAULT_TARGETS)
@@ -155,24 +149,6 @@ def _shows_on(scenario: Any) -> list[str]:
     ]
 
 
-def _check_one(scenario_file: Path, num_scenarios: int) -> None:
-    """Refuse a picture of several scenarios."""
-    if num_scenarios > 1:
-        raise CannotRun(
-            f"{scenario_file}: holds {num_scenarios} scenarios, and --draw-svg draws one; "
-            "name a file with one"
-        )
-
-
-def _check_svg(file: Path) -> None:
-    """Refuse a picture that would replace what is no picture."""
-    from conformance.svg import MARKER
-
-    check_writable("--draw-svg", file)
-    if file.is_file() and not file.read_bytes().startswith(MARKER.encode()):
-        raise CannotRun(f"--draw-svg {file}: is no picture of capproof's; name another file")
-
-
 def _replay_life(
     file: Path, targets: Sequence[str], tier: str, draw: bool, draw_svg: Path | None
 ) -> int:
@@ -185,7 +161,7 @@ def _replay_life(
 
     life, worst, with_tables = load(file), AS_EXPECTED, draw or draw_svg is not None
     if draw_svg is not None:
-        _check_svg(draw_svg)
+        check_svg(draw_svg)
     for tree in resolved_to_live(targets):
         try:
             (seen,) = replay_lives(tree.root, tier, [life], tree.target, with_tables)
