@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from conformance.commands.arguments import GENERATED_TESTS, CannotRun
-from conformance.ending import COULD_NOT_RUN, stopped
+from conformance.ending import COULD_NOT_RUN
 from conformance.files import replace_file
 from conformance.targets import cache_root
 
