@@ -18,7 +18,7 @@ from conformance import cases, generate, render
 from conformance.expectations import expectations, expected, suite_of, where
 from conformance.files import replace_file, text_of
 from conformance.generate import Request
-from conformance.obligations import Kind, Row
+from conformance.obligations import Row
 from conformance.parallel import spread
 from conformance.scenario import Scenario, ScenarioError, dumps, load, loads
 from conformance.targets import Tree
@@ -283,23 +283,23 @@ def _all_refutations(
 def _paths_and_edges(
     trees: Sequence[Tree], on_progress: Callable[[str], None]
 ) -> dict[Request, str]:
-    """Return a request for each path and edge of the targets, each kind in its own process."""
-    works = [(tree, kind) for tree in trees for kind in OBLIGATIONS]
-    found: dict[tuple[Tree, Kind], dict[Request, str]] = {}
-    for (tree, kind), requests in spread(_of_kind, works, JOBS):
-        found[tree, kind] = requests
-        on_progress(f"paths of {len(found)} of {len(works)} kinds of step, last of {tree.target}")
-    in_order = (request for work in works for request in found[work].items())
+    """Return a request for each path and edge of the targets, each family in its own process."""
+    works = [(tree, family) for tree in trees for family in FAMILIES]
+    found: dict[tuple[Tree, str], dict[Request, str]] = {}
+    for work, requests in spread(_of_family, works, JOBS):
+        found[work] = requests
+        on_progress(f"paths of {len(found)} of {len(works)} families, last of {work[0].target}")
     merged: dict[Request, str] = {}
-    for request, source in in_order:
+    for request, source in itertools.chain.from_iterable(found[one].items() for one in works):
         merged.setdefault(request, source)
     return merged
 
 
-def _of_kind(tree: Tree, kind: Kind) -> dict[Request, str]:
+def _of_family(tree: Tree, family: str) -> dict[Request, str]:
     lifted = LiftedTree(tree.root)
-    kinds = [kind] if lifted.traits.why_not(*kind) is None else []
-    return generate.paths_and_edges(tree.target, lifted, kinds)
+    kinds = (kind for kind in OBLIGATIONS if kind[0] == family)
+    asked = [kind for kind in kinds if lifted.traits.why_not(*kind) is None]
+    return generate.paths_and_edges(tree.target, lifted, asked)
 
 
 def _asked_in(scenario: Scenario) -> Asked:
@@ -309,20 +309,20 @@ def _asked_in(scenario: Scenario) -> Asked:
 def _predicted(
     asked: Iterable[Asked], trees: Sequence[Tree], on_progress: Callable[[str], None]
 ) -> list[Scenario]:
-    """Return scenarios with what each of ``trees`` is predicted to do, suite by suite."""
-    in_order, of_suite = list(asked), dict[str, list[Asked]]()
+    """Return scenarios with what each of ``trees`` is predicted to do, family by family."""
+    in_order, of_family = list(asked), dict[str, list[Asked]]()
     for one in in_order:
-        of_suite.setdefault(generate.suite_of_request(one[0]), []).append(one)
-    works = [(tuple(trees), tuple(group)) for group in of_suite.values()]
-    works.sort(key=lambda work: work[1][0][0].num_mamba_groups == 0)  # these take longer
+        of_family.setdefault(generate.family_of_request(one[0]), []).append(one)
+    groups = sorted(of_family.values(), key=len, reverse=True)
+    works = [(tuple(trees), tuple(group)) for group in groups]
     made: dict[Asked, Scenario] = {}
-    for (_, group), scenarios in spread(_of_suite, works, JOBS):
+    for (_, group), scenarios in spread(_made, works, JOBS):
         made.update(zip(group, scenarios, strict=True))
         on_progress(f"predictions for {len(made)} of {len(in_order)} scenarios")
     return [made[one] for one in in_order]
 
 
-def _of_suite(trees: Sequence[Tree], asked: Sequence[Asked]) -> list[Scenario]:
+def _made(trees: Sequence[Tree], asked: Sequence[Asked]) -> list[Scenario]:
     lifted = {tree.target: LiftedTree(tree.root) for tree in trees}
     return [
         generate.scenario_of(request, trees=lifted, source=source, name=name, theorem=theorem)

@@ -958,10 +958,10 @@ def _suite(scenario: Scenario) -> str:
     return suite_of(scenario.manager, scenario.family)
 
 
-def suite_of_request(request: Request) -> str:
-    """Return the suite of a request's scenario."""
+def family_of_request(request: Request) -> str:
+    """Return the family of a request's last step."""
     *_, last = request.situations()
-    return suite_of(manager_of(last), family_of(last))
+    return family_of(last)
 
 
 def _size(scenario: Scenario) -> tuple[Any, ...]:
