@@ -223,6 +223,14 @@ def test_a_counterexample_ends_with_what_earlier_checks_missed(files: dict[str, 
     assert "runs a sliding window, which has no checkpoint blocks" in page.partition(heads[-1])[2]
 
 
+def test_a_cause_keeps_the_spelling_of_names(files: dict[str, str]) -> None:
+    """A sentence begins with a capital, and vLLM is vLLM all the same."""
+    page = files[names.of_theorem("exact-estimate")]
+
+    assert "<li>vLLM PR 57050: the estimate of a checkpoint step is not capped" in page
+    assert "VLLM" not in page
+
+
 def test_findings_are_found_by_the_theorems_that_they_name() -> None:
     """A theorem's page leads to the findings whose table names it, with their public reports."""
     (first, *_) = guides.findings()["exact-estimate"]
