@@ -14,12 +14,14 @@ NEWEST := vllm==0.33.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup prove matrix report gen-tests conformance test coverage coverage-generated selfcheck check bench bench-peers mutants clean
+.PHONY: help setup setup-test prove matrix report gen-tests conformance test coverage coverage-generated selfcheck check bench bench-peers mutants clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(PROVE) ## make .venv with what proving needs: z3 and small libraries
+
+setup-test: $(TEST) ## the same, with what the tests and the vllm tier need: torch (CPU), pytest
 
 prove: $(PROVE) ## prove or refute each theorem for the default targets
 	$(BIN)/capproof prove

@@ -175,7 +175,7 @@ def check_installed(package: str) -> None:
         ConformError: It is not installed.
     """
     if importlib.util.find_spec(package) is None:
-        raise ConformError(f"{package} is not installed in {sys.executable}; run make setup")
+        raise ConformError(f"{package} is not installed in {sys.executable}; run make setup-test")
 
 
 def _check_device(device: str, tier: str) -> None:

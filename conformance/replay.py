@@ -367,8 +367,19 @@ def ask_process(
     except subprocess.TimeoutExpired:
         return [], f"vllm tier: no answer within {PROCESS_TIMEOUT_S} s"
     answers = [json.loads(line) for line in process.stdout.splitlines()]
-    reason = f"vllm tier: {_last_line(process.stderr)} (exit status {process.returncode})"
-    return answers, reason
+    return answers, why_no_answer(process.stderr, process.returncode)
+
+
+def why_no_answer(said: str, status: int) -> str:
+    """Return on one line why a process of the vllm tier ended, and what to do where that is known.
+
+    Args:
+        said: What it wrote to its standard error.
+        status: Its exit status.
+    """
+    last = _last_line(said).removeprefix("vllm tier: ")
+    to_do = "; run make setup-test" if "ModuleNotFoundError" in last else ""
+    return f"vllm tier: {last} (exit status {status}){to_do}"
 
 
 def _replay_in_process(

@@ -19,11 +19,12 @@ from conformance.drawing import draw_all
 from conformance.driver import core_driver
 from conformance.explore import Bounds, random_life, small_setting, tight
 from conformance.layout import Holds
-from conformance.life_files import dumps, replay_lives, run_life
+from conformance.life_files import dumps, load, replay_lives, run_life
 from conformance.life_picture import life_pictures
 from conformance.life_tables import Watcher
 from conformance.lives import Life, NotPossible, Plan, Rule, Setting, Stage
 from conformance.picture import LEGEND, MAX_ROWS, Part, Picture
+from conformance.replay import PROJECT_ROOT
 from conformance.svg import svg_of_all
 from spec.vocabulary import Geometry
 
@@ -44,20 +45,8 @@ LOST = Life(
     ),
 )
 #: A second request is refused, and then served alone behind the first one's prefix.
-ALONE = Life(
-    Setting(
-        Geometry(2, 1, 1, 1, 1, False), 16, (Plan(12, 3, 6), Plan(13, 2, 8)), num_mamba_groups=2
-    ),
-    (
-        Rule("admit", 0, 5),
-        Rule("step"),
-        Rule("run", 0, 64),
-        Rule("step"),
-        Rule("admit", 1, 64),
-        Rule("step"),
-        Rule("alone", 1),
-    ),
-)
+EXAMPLE = PROJECT_ROOT / "docs" / "examples" / "life.json"
+ALONE = load(EXAMPLE)
 
 
 def drawn(life: Life, root: Path, target: str = NEWEST) -> list[Picture]:
@@ -261,3 +250,12 @@ def test_a_picture_of_a_life_replaces_no_file_of_somebody_else(
 
     assert file.read_text() == "notes"
     assert "is no picture of capproof's" in capsys.readouterr().err
+
+
+def test_the_example_shows_what_is_said_of_it(capsys: Output) -> None:
+    """On 0.30.0 the estimate has grown with the prompt, and on the newest release it has not."""
+    assert cli.run(["replay", str(EXAMPLE), "--target", OLD, "--target", NEWEST, "--draw"]) == 0
+
+    old, newest = capsys.readouterr().out.split(f"{NEWEST}: ")
+    assert "estimated 12, drawn -  <-- breaks matches-intended (known: estimate-grows-with" in old
+    assert "breaks" not in newest

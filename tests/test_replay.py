@@ -20,6 +20,7 @@ from conformance.replay import (
     replay,
     replay_in,
     theorem_holds,
+    why_no_answer,
 )
 from conformance.scenario import (
     Expect,
@@ -465,3 +466,20 @@ def test_outcomes_have_stable_names() -> None:
         "not-predicted",
     }
     assert Replay("a", NEW, Outcome.REPRODUCED).steps == ()
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (
+            "vllm tier: ModuleNotFoundError: No module named 'torch'\n",
+            "vllm tier: ModuleNotFoundError: No module named 'torch' (exit status 2); "
+            "run make setup-test",
+        ),
+        ("noise\nImportError: no\n", "vllm tier: ImportError: no (exit status 2)"),
+        ("", "vllm tier: the process ended without a word (exit status 2)"),
+    ],
+)
+def test_a_process_that_ends_says_why_once_and_what_to_do(said: str, reason: str) -> None:
+    """What is missing is named with the command that installs it."""
+    assert why_no_answer(said, 2) == reason
