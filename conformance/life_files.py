@@ -25,6 +25,8 @@ from conformance.scenario import ScenarioError, parse_geometry
 
 KIND = "life"
 SCHEMA = 1
+#: Releases whose calls differ from what `conformance.life_scheduler` describes.
+NOT_LIVED = ("0.24.0", "0.25.0", "0.26.0", "0.27.0")
 #: Tokens of a request, and of a step, in a life from a file; each prefix of a prompt is hashed.
 MAX_TOKENS = 2**16
 #: Option of the process in the vllm tier.

@@ -21,6 +21,8 @@ from conformance.site import charts, guides, names, output
 from conformance.site.counterexamples import drivers_of
 from conformance.site.formulas import CLAIM, WITNESS, formula_of
 from conformance.site.least import GROUPS
+from conformance.site.lives import example_of_a_life
+from conformance.targets import resolve
 from models import prove
 from spec.theorems import THEOREMS
 
@@ -221,6 +223,25 @@ def test_a_counterexample_ends_with_what_earlier_checks_missed(files: dict[str, 
 
     assert heads[-1] == "Why earlier checks missed it"
     assert "runs a sliding window, which has no checkpoint blocks" in page.partition(heads[-1])[2]
+
+
+def test_the_page_about_lives_ends_with_one_that_is_drawn(files: dict[str, str]) -> None:
+    """On the first release that breaks a check in it, with every request's table."""
+    page = files[names.of_doc("lives.md")]
+
+    assert "examples/life.json on 0.30.0, which breaks matches-intended" in page
+    assert "request r1: a prompt of 13 tokens, 2 to make" in page.partition("A life, drawn")[2]
+    assert not any("A life, drawn" in text for path, text in files.items() if text is not page)
+
+
+def test_no_life_is_drawn_on_what_lives_are_not_described_for(tmp_path: Path) -> None:
+    """Old releases and trees on this machine have none, nor has a folder without the example."""
+    old = resolve("vllm==0.27.0")
+    mine = replace(resolve("vllm==0.30.0"), target="path:mine", release=None)
+    drivers = drivers_of([old, mine])
+
+    assert example_of_a_life(guides.DOCS, [old, mine], drivers) is None
+    assert example_of_a_life(tmp_path, [resolve("vllm==0.30.0")], {}) is None
 
 
 def test_a_cause_keeps_the_spelling_of_names(files: dict[str, str]) -> None:

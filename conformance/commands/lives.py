@@ -11,19 +11,17 @@ from conformance.commands.arguments import CannotRun, resolved, targets_option
 from conformance.ending import AS_EXPECTED, NOT_AS_EXPECTED
 from conformance.targets import DEFAULT_TARGETS, Tree
 
-#: Releases whose calls differ from what `conformance.life_scheduler` describes.
-_NOT_LIVED = ("0.24.0", "0.25.0", "0.26.0", "0.27.0")
-
-
 #: Violations of a target that `explore` shows.
 _MOST_LINES = 10
 
 
 def resolved_to_live(targets: Sequence[str]) -> list[Tree]:
     """Return the trees of targets, all of which lives are described for."""
+    from conformance.life_files import NOT_LIVED
+
     trees = resolved(targets)
     for tree in trees:
-        if tree.release in _NOT_LIVED:
+        if tree.release in NOT_LIVED:
             raise CannotRun(f"{tree.target}: lives are not described for releases before 0.28.0")
     return trees
 

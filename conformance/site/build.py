@@ -19,6 +19,7 @@ from conformance.site import charts, guides, names, verdicts
 from conformance.site.counterexamples import Counterexample, counterexamples, drivers_of, grouped
 from conformance.site.formulas import WITNESS, formula_of
 from conformance.site.least import ORDER
+from conformance.site.lives import ABOUT_LIVES, example_of_a_life
 from conformance.site.verdicts import Sheet
 from conformance.targets import Tree
 from models.smt import SOLVER_VERSION
@@ -60,8 +61,10 @@ def build(
         names.SCRIPT: (_TEMPLATES / names.SCRIPT).read_text(encoding="utf-8"),
         names.CHARTS: site.page("charts.html.jinja", names.CHARTS, charts=drawn),
     }
-    for guide in guide_pages.values():
-        files[guide.path] = site.page("guide.html.jinja", guide.path, guide=guide)
+    life = example_of_a_life(docs, trees, drivers)
+    for file, guide in guide_pages.items():
+        pictures = [life] if life is not None and file == ABOUT_LIVES else []
+        files[guide.path] = site.page("guide.html.jinja", guide.path, guide=guide, lives=pictures)
     found = guides.findings(docs) if guide_pages else {}
     for sheet in sheets:
         files[sheet.page] = _theorem(site, sheet, found.get(sheet.theorem.slug, []))
