@@ -18,6 +18,7 @@ from conformance.commands import report
 from conformance.expectations import cause
 from conformance.scenario import ScenarioError, loads
 from conformance.site import charts, guides, names, output
+from conformance.site.build import build
 from conformance.site.counterexamples import drivers_of
 from conformance.site.formulas import CLAIM, WITNESS, formula_of
 from conformance.site.least import GROUPS
@@ -78,9 +79,10 @@ def test_a_counterexample_is_told_in_order(files: dict[str, str]) -> None:
 
 
 def test_cells_lead_to_counterexamples_and_to_rows(files: dict[str, str]) -> None:
-    """A refuted cell leads to its counterexample, any other to its row on the theorem's page."""
-    cell = re.compile(r'<td class="([\w-]+)"><a href="([^"]+)">(.) ([^<]+)</a></td>')
+    """A refuted cell leads to its counterexample, a kind of step to its place in the theorem."""
+    cell = re.compile(r'<td class="([\w-]+)">(?:<a href="([^"]+)">)?(.) ([^<]+)(?:</a>)?</td>')
     found = cell.findall(files[names.INDEX])
+    heads = re.findall(r'<th scope="row"><a href="([^"]+)">', files[names.INDEX])
 
     assert {(kind, sign, word) for kind, _, sign, word in found} == {
         ("proved", "✓", "proved"),
@@ -88,11 +90,28 @@ def test_cells_lead_to_counterexamples_and_to_rows(files: dict[str, str]) -> Non
         ("not-applicable", "\N{EN DASH}", "not about it"),
     }
     assert {href for kind, href, *_ in found if kind == "refuted"} == {counterexample(files)}
-    assert all(
-        re.fullmatch(r"theorems/[\w-]+\.html#[\w-]+", href)
-        for kind, href, *_ in found
-        if kind != "refuted"
-    )
+    assert {href for kind, href, *_ in found if kind != "refuted"} == {""}
+    assert heads
+    assert all(re.fullmatch(r"theorems/[\w-]+\.html#[\w-]+", href) for href in heads)
+
+
+def test_releases_that_a_claim_is_not_about_for_one_reason_share_a_row() -> None:
+    """Neighbours are named as a range; another reason, and a verdict, have rows of their own."""
+    said = ["no blocks", "no blocks", "no hits", None]
+    found = [
+        row(
+            f"vllm==0.{24 + i}.0",
+            "hit-full",
+            "no-undercount",
+            "NOT_APPLICABLE" if reason else "PROVED",
+            reason=reason,
+        )
+        for i, reason in enumerate(said)
+    ]
+
+    page = build(found, [])[names.of_theorem("no-undercount")]
+
+    assert re.findall(r"<td>(0\.[^<]*)</td>", page) == ["0.24.0 to 0.25.0", "0.26.0", "0.27.0"]
 
 
 def test_every_link_leads_somewhere_and_every_place_is_named_once(files: dict[str, str]) -> None:

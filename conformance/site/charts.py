@@ -83,7 +83,7 @@ def estimate_by_length(drivers: Mapping[str, Driver | str]) -> Chart | None:
     series = {
         f"{what}, {names.listed(targets)}": values
         for what, found in (("estimate", estimates), ("drawn", draws))
-        for values, targets in found.items()
+        for values, targets in sorted(found.items(), key=_last_first)
     }
     if not series:
         return None
@@ -129,7 +129,8 @@ def time_by_family(rows: Sequence[Row]) -> Chart:
         for target in targets
     }
     height = 60 + len(families) * (10 + 9 * len(targets))
-    colours = [colour for colour, _ in _legend(targets)]
+    legend = _legend(map(names.short, targets), "--ramp" if len(targets) > 3 else "--chart")
+    colours = [colour for colour, _ in legend]
     chart = _new("HorizontalBar", colours=colours, height=height, x_title="seconds")
     chart.x_labels = families[::-1]
     for target, values in seconds.items():
@@ -148,7 +149,7 @@ def time_by_family(rows: Sequence[Row]) -> Chart:
             (family, *(f"{seconds[target][i]:.1f}" for target in targets))
             for i, family in enumerate(families)
         ),
-        _legend(map(names.short, targets)),
+        legend,
     )
 
 
@@ -192,6 +193,11 @@ def verdicts_by_target(rows: Sequence[Row]) -> Chart:
     )
 
 
+def _last_first(found: tuple[tuple[int, ...], list[str]]) -> int:
+    """Sorts series by their last number, so that one that takes off has the first colour."""
+    return -found[0][-1]
+
+
 def _whole(value: float) -> str:
     return f"{value:,.0f}"
 
@@ -225,8 +231,9 @@ def _in_words(verdict: str) -> str:
 # ---- drawing -------------------------------------------------------------------------------------
 
 
-def _legend(series: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    return tuple((f"--chart-{i % _NUM_COLOURS}", name) for i, name in enumerate(series))
+def _legend(series: Iterable[str], colours: str = "--chart") -> tuple[tuple[str, str], ...]:
+    """Names with the colours of series: apart from each other, or one hue that grows stronger."""
+    return tuple((f"{colours}-{i % _NUM_COLOURS}", name) for i, name in enumerate(series))
 
 
 def _pygal() -> Any:

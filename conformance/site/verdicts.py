@@ -73,6 +73,17 @@ class Line:
         return names.of_row(self.manager, self.family, self.tags)
 
     @property
+    def groups(self) -> list[list[Cell]]:
+        """The cells, neighbours that the claim is not about for one reason together."""
+        found: list[list[Cell]] = []
+        for cell in filter(None, self.cells):
+            if found and _is_like(found[-1][0], cell):
+                found[-1].append(cell)
+            else:
+                found.append([cell])
+        return found
+
+    @property
     def is_about_nothing(self) -> bool:
         """Whether the claim is about no such step of any target, all for one reason."""
         reasons = {
@@ -81,6 +92,15 @@ class Line:
             if cell is not None
         }
         return len(reasons) == 1 and "" not in reasons
+
+
+def _is_like(cell: Cell, other: Cell) -> bool:
+    """Whether a row of the table may say of two targets why the claim is not about them."""
+    return (
+        cell.row["verdict"] == other.row["verdict"] == NOT_APPLICABLE
+        and cell.row["reason"] == other.row["reason"]
+        and cell.is_as_expected == other.is_as_expected
+    )
 
 
 @dataclass(frozen=True)
