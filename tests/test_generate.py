@@ -21,8 +21,8 @@ from conformance.generate import (
     MAX_TOKENS,
     Request,
     _is_reached,
+    by_suite,
     cases,
-    collect,
     paths_and_edges,
     request_in,
     request_of,
@@ -305,7 +305,13 @@ def test_the_least_counterexample_of_57050_is_small() -> None:
     assert least.predicted[OLD].drawn == least.steps[-1].expect.need == 2
 
 
-# ---- collecting ----------------------------------------------------------------------------------
+# ---- suites --------------------------------------------------------------------------------------
+
+
+def in_suites(
+    asked: Mapping[Request, str], trees: Mapping[str, LiftedTree]
+) -> dict[str, list[Scenario]]:
+    return by_suite(scenario_of(r, trees=trees, source=source) for r, source in asked.items())
 
 
 def test_what_no_target_can_be_asked_is_left_out(lifted: Mapping[str, LiftedTree]) -> None:
@@ -314,8 +320,8 @@ def test_what_no_target_can_be_asked_is_left_out(lifted: Mapping[str, LiftedTree
     dense = Request(B16, (4, 33))
     asked = {sparse: "sparse", dense: "dense"}
 
-    only_old = collect(asked, {OLD: lifted[OLD]})
-    both = collect(asked, lifted)
+    only_old = in_suites(asked, {OLD: lifted[OLD]})
+    both = in_suites(asked, lifted)
 
     assert [s.source for group in only_old.values() for s in group] == ["dense"]
     assert {s.source: set(s.predicted) for group in both.values() for s in group} == {
@@ -336,4 +342,4 @@ def test_the_order_of_requests_does_not_reach_the_scenarios(
 
     backwards = dict(reversed(found.items()))
 
-    assert collect(found, lifted) == collect(backwards, lifted)
+    assert in_suites(found, lifted) == in_suites(backwards, lifted)

@@ -24,7 +24,7 @@ from scripts.mutant_proofs import (
     judge,
     judge_all,
 )
-from scripts.mutant_runs import BY, Run, lived_on, run_all, tested
+from scripts.mutant_runs import BY, Run, run_all
 from scripts.mutants import LIVES, PROOFS, TESTS, Result, counts, kill_matrix, page, plain_lines
 from scripts.mutations import DATA, KINDS, Mutant, MutantError, load, mutated, mutated_tree
 from scripts.same_steps import difference, is_same
@@ -357,7 +357,7 @@ def test_a_copy_that_cannot_be_set_up_is_noticed(release: Path) -> None:
         after="def get_num_of_blocks_to_allocate(",
     )
 
-    for run in (tested(gone, release, "0.31.0"), lived_on(gone, release, "0.31.0")):
+    for run in (judged(gone, release, "0.31.0") for judged in BY.values()):
         assert run.noticed
         assert "/tmp" not in run.noticed
 
@@ -366,4 +366,4 @@ def test_a_run_that_does_not_end_is_noticed(release: Path, monkeypatch: pytest.M
     """A change may make a loop that never ends."""
     monkeypatch.setattr(mutant_runs, "PATIENCE", 0.1)
 
-    assert lived_on(None, release, "0.31.0").noticed == mutant_runs.NEVER_ENDS
+    assert mutant_runs.lived_on(None, release, "0.31.0").noticed == mutant_runs.NEVER_ENDS
