@@ -9,7 +9,8 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,15 @@ from conftest import CopyTree
 
 from conformance.replay import PROJECT_ROOT, tier_environment
 from conformance.targets import resolve
+from models import smt
+from models.lift import Variant
 from models.predict import LiftedTree
-from models.prove import Verdict, prove
+from models.prove import Prover, Verdict, prove
+from spec.logic import negation
+from spec.theorems import ADMISSIONS, OBLIGATIONS, THEOREMS, Asks, Theorem
 
+#: A family with its tags.
+Kind = tuple[str, tuple[str, ...]]
 #: The newest release that is described.
 NEWEST = "0.33.0"
 #: The state that a connector loads takes a block of its own unless the hit's block is that block.
@@ -64,8 +71,9 @@ NEVER_LESS_THAN_NOTHING = (
             num_evictable_computed_blocks = self._get_num_evictable_blocks(
 """,
 )
-#: Of several groups as well where all releases are gone through.
-MANAGERS = () if os.environ.get("CAPPROOF_ALL_RELEASES") else ("mamba-align",)
+#: Whether everything is gone through, in several groups as well; else some kinds of step are.
+ALL = bool(os.environ.get("CAPPROOF_ALL_RELEASES"))
+MANAGERS = () if ALL else ("mamba-align",)
 SAFE = ("no-undercount", "exact-estimate", "allocation-succeeds", "estimate-nonnegative")
 
 #: One full-attention and one align group; a prompt whose first tokens a connector brings.
@@ -145,6 +153,19 @@ def allocate_slots(questions: Iterable[tuple[int, ...]]) -> list[str]:
     return process.stdout.strip().splitlines()[-len(asked) :]
 
 
+def of_all(kinds: Sequence[Kind]) -> Sequence[Kind]:
+    """All of these, or every fourth."""
+    return kinds if ALL else kinds[::4]
+
+
+def proved_of(
+    root: Path, kinds: Iterable[Kind], theorems: Iterable[str]
+) -> dict[tuple[str, tuple[str, ...], str], Verdict]:
+    """Verdicts of theorems about kinds of step of a Mamba group by itself."""
+    asked = {"managers": ("mamba-align",), "kinds": [*kinds], "theorems": tuple(theorems)}
+    return {(o.family, o.tags, o.theorem): o.verdict for o in prove(LiftedTree(root), **asked)}
+
+
 def verdicts(root: Path, *families: str) -> dict[str, set[str]]:
     """Verdicts of the theorems that keep the pool from running dry, by kind of step."""
     found: dict[str, set[str]] = {}
@@ -186,25 +207,182 @@ def test_an_estimate_that_never_falls_below_nothing_is_exact(copy_tree: CopyTree
 
 #: With a block for the copy of a block that is written into.
 RESERVE_A_COPY = ("2 + self.num_speculative_blocks", "3 + self.num_speculative_blocks")
-#: What is within the sizing then, by family.
-WITHIN = {
-    "hit-partial": {"peak-within-sizing", "eventually-admitted"},
-    "own-tail": {"peak-within-sizing", "eventually-admitted"},
-    "external-sync": {"peak-within-sizing"},
-}
+OF_THE_SIZING = ("peak-within-sizing", "eventually-admitted")
+#: Kinds of step that the release's sizing is too small for.
+BEYOND_THE_SIZING: tuple[Kind, ...] = (
+    *(("hit-partial", ()), ("hit-partial", ("checkpoint",))),
+    *(("external-sync", ()), ("external-sync", ("checkpoint",))),
+    *(("external-async", ()), ("resumed", ()), ("resumed", ("checkpoint",))),
+    *(("promoted", ("own-tail",)), ("promoted", ("checkpoint", "own-tail"))),
+    *(("own-tail", ()), ("own-tail", ("checkpoint",))),
+)
 
 
-@pytest.mark.parametrize("family", WITHIN)
-def test_a_block_reserved_for_a_copy_mends_the_sizing(copy_tree: CopyTree, family: str) -> None:
-    """With one block more at start-up, a request holds and asks for no more than that."""
-    root = copy_tree(NEWEST)
+def reserve_a_copy(root: Path) -> None:
+    """Have start-up reserve a block more for each request."""
     file = root / "vllm" / "v1" / "kv_cache_interface.py"
     text = file.read_text()
     assert RESERVE_A_COPY[0] in text
     file.write_text(text.replace(*RESERVE_A_COPY))
 
-    kinds = [(family, ()), (family, ("checkpoint",))]
-    found = [*prove(LiftedTree(root), kinds=kinds, theorems=tuple(WITHIN[family]))]
 
-    assert {o.theorem for o in found} == WITHIN[family]
-    assert {o.verdict for o in found} == {Verdict.PROVED}
+def test_a_block_reserved_for_a_copy_mends_the_sizing(copy_tree: CopyTree) -> None:
+    """With it, and what a connector loads counted, a request holds and asks for no more."""
+    root = copy_tree(NEWEST, *COUNT_THE_LOADED_BLOCK)
+    reserve_a_copy(root)
+
+    kinds = of_all(BEYOND_THE_SIZING)
+
+    found = proved_of(root, kinds, OF_THE_SIZING)
+
+    assert set(found) == {(*kind, slug) for kind in kinds for slug in OF_THE_SIZING}
+    assert set(found.values()) == {Verdict.PROVED}
+
+
+#: A later chunk keeps the state that it starts from, and may keep a checkpoint.
+ASK_FOR_A_LIFE = (
+    """                if not blocks_allocated:
+                    physical_block_cap += self.num_speculative_blocks
+""",
+    """                if not blocks_allocated:
+                    physical_block_cap += self.num_speculative_blocks
+                if apply_admission_cap:
+                    physical_block_cap = (
+                        2
+                        + self.num_speculative_blocks
+                        + self.has_prefill_checkpoint_blocks
+                    )
+""",
+)
+#: Kinds of step that the release's gate asks too little for, by theorem.
+BEYOND_THE_GATE: Mapping[str, tuple[Kind, ...]] = {
+    "gate-covers-lifetime": (("running", ()), ("checkpoint", ())),
+    "gate-covers-first-step": tuple(
+        (family, ("checkpoint",))
+        for family in ("first", "hit-full", "hit-partial", "external-sync", "resumed")
+    ),
+}
+
+
+@pytest.mark.parametrize("slug", BEYOND_THE_GATE)
+def test_a_gate_that_asks_for_what_chunks_hold_covers_them(copy_tree: CopyTree, slug: str) -> None:
+    """It need not know where the chunks will end: two states, drafts and a checkpoint at most."""
+    root = copy_tree(NEWEST, *COUNT_THE_LOADED_BLOCK, ASK_FOR_A_LIFE)
+
+    kinds = of_all(BEYOND_THE_GATE[slug])
+
+    found = proved_of(root, kinds, (slug,))
+
+    assert set(found) == {(*kind, slug) for kind in kinds}
+    assert set(found.values()) == {Verdict.PROVED}
+
+
+#: So that a request that is alone on the least pool that start-up accepts passes the gate.
+GATE_WITHIN_SIZING = replace(
+    THEOREMS["peak-within-sizing"],
+    slug="gate-within-sizing",
+    claim=lambda s, step, pool, need: step.gate <= step.reserved_at_startup,
+    asks=Asks.GATE,
+)
+
+
+def test_such_a_gate_asks_for_no_more_than_startup_reserves(copy_tree: CopyTree) -> None:
+    """Where start-up reserves a block for a copy."""
+    root = copy_tree(NEWEST, *COUNT_THE_LOADED_BLOCK, ASK_FOR_A_LIFE)
+    reserve_a_copy(root)
+    lifted = LiftedTree(root)
+    for kind in of_all([kind for kind in OBLIGATIONS if kind[0] in ADMISSIONS]):
+        for exploration in lifted.explorations_of(*kind, asks=Asks.GATE):
+            found = Prover(exploration).settle(GATE_WITHIN_SIZING)
+
+            assert found.verdict is Verdict.PROVED, kind
+
+
+def test_its_sum_covers_an_admission_without_lookahead(copy_tree: CopyTree) -> None:
+    """Drafts' slots in full attention are what it leaves out."""
+    lifted = LiftedTree(copy_tree(NEWEST, *COUNT_THE_LOADED_BLOCK, ASK_FOR_A_LIFE))
+    for kind in (("first", ("checkpoint",)), ("hit-partial", ("checkpoint",))):
+        joined = lifted.exploration(*kind, Variant(), asks=Asks.GATE, num_mamba_groups=1)
+        call = joined.situation.call
+        question = smt.Question(joined.assumptions)
+        violation = Prover(joined).violation(THEOREMS["gate-covers-first-step"])
+
+        assert question.ask(violation).answer is smt.Answer.SAT
+        plain = call.num_tokens == call.num_tokens_main_model
+        assert question.ask(violation, plain).answer is smt.Answer.UNSAT
+
+
+#: The worker's table of a running request only grows: a column inside it stays as it is.
+KEEP_NO_CHECKPOINT_INSIDE_A_TABLE = ("                or blocks[checkpoint_idx].is_null\n", "")
+ON_A_LONG_TABLE: tuple[Kind, ...] = (
+    ("checkpoint", ("overwide",)),
+    ("promoted", ("checkpoint", "overwide")),
+    ("own-tail", ("checkpoint", "overwide")),
+    ("drafts", ("checkpoint", "overwide")),
+)
+#: Weaker than `checkpoint-recorded`, which wants one to be kept there.
+A_PENDING_CHECKPOINT_HAS_A_BLOCK = replace(
+    THEOREMS["checkpoint-recorded"],
+    slug="a-pending-checkpoint-has-a-block",
+    claim=lambda s, step, pool, need: (
+        negation(step.checkpoint_is_pending) | step.checkpoint_block_is_held
+    ),
+)
+
+
+def test_no_checkpoint_is_kept_in_a_column_without_a_block(
+    copy_tree: CopyTree, lifted_trees: Mapping[str, LiftedTree]
+) -> None:
+    """The release records one there; a copy that keeps none frees the right column as well."""
+    mended = LiftedTree(copy_tree(NEWEST, KEEP_NO_CHECKPOINT_INSIDE_A_TABLE))
+
+    def of_kinds(lifted: LiftedTree, theorem: Theorem) -> dict[Kind, set[Verdict]]:
+        return {
+            kind: {
+                Prover(exploration).settle(theorem).verdict
+                for exploration in lifted.explorations_of(*kind)
+            }
+            for kind in of_all(ON_A_LONG_TABLE)
+        }
+
+    released = of_kinds(lifted_trees[NEWEST], A_PENDING_CHECKPOINT_HAS_A_BLOCK)
+    with_block = of_kinds(mended, A_PENDING_CHECKPOINT_HAS_A_BLOCK)
+    retired = of_kinds(mended, THEOREMS["retirement-recorded"])
+
+    assert all(Verdict.REFUTED in found for found in released.values())
+    assert set().union(*with_block.values()) == {Verdict.PROVED}
+    assert set().union(*retired.values()) == {Verdict.PROVED}
+
+
+#: Left where a gate asks for a life: it is no dry run of the step any more.
+LEFT_BY_MANAGER = {
+    "mamba-align": {"dry-run-parity"},
+    "coordinator": {"dry-run-parity", "gate-covers-first-step"},
+}
+#: Left on long tables: no checkpoint is kept where one could be.
+LEFT_ON_A_LONG_TABLE = {"matches-intended", "checkpoint-recorded"}
+
+
+@pytest.mark.skipif(not ALL, reason="part of make selfcheck")
+def test_all_mends_together_leave_what_they_are_said_to_leave(copy_tree: CopyTree) -> None:
+    """Every theorem, kind of step and manager, on a copy with each change of this module."""
+    root = copy_tree(
+        NEWEST,
+        *COUNT_THE_LOADED_BLOCK,
+        NEVER_LESS_THAN_NOTHING,
+        KEEP_NO_CHECKPOINT_INSIDE_A_TABLE,
+        ASK_FOR_A_LIFE,
+    )
+    reserve_a_copy(root)
+    lifted = LiftedTree(root)
+
+    refuted: dict[tuple[str, bool], set[str]] = {}
+    for o in prove(lifted):
+        assert o.verdict in (Verdict.PROVED, Verdict.REFUTED, Verdict.NOT_APPLICABLE), o
+        if o.verdict is Verdict.REFUTED:
+            is_long = (o.family, o.tags) in ON_A_LONG_TABLE
+            refuted.setdefault((o.manager, is_long), set()).add(o.theorem)
+
+    for manager, left in LEFT_BY_MANAGER.items():
+        assert refuted[manager, False] == left
+        assert refuted[manager, True] - left <= LEFT_ON_A_LONG_TABLE

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,9 @@ def lifted(targets: list[Tree]) -> dict[Path, LiftedTree]:
 def solved(
     monkeypatch: pytest.MonkeyPatch, few_rows: list[Row], lifted: dict[Path, LiftedTree]
 ) -> None:
-    """Solving and lifting take no time: they were done before."""
+    """Solving and lifting take no time: they were done before, in this process."""
     monkeypatch.setattr(gen_tests, "LiftedTree", lifted.__getitem__)
+    monkeypatch.setattr(gen_tests, "spread", _here)
     monkeypatch.setattr(
         gen_tests_command,
         "settle_all",
@@ -76,6 +77,12 @@ def solved(
             row for row in few_rows if row["target"] in {tree.target for tree in trees}
         ],
     )
+
+
+def _here(
+    do: Callable[..., Any], works: Sequence[tuple[Any, ...]], jobs: int
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    return ((work, do(*work)) for work in works)
 
 
 @pytest.fixture
