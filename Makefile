@@ -59,7 +59,7 @@ coverage-generated: $(TEST) ## branches of vLLM that generated_tests/ take, into
 selfcheck: $(TEST) ## lifted and real code, and workloads, on every known release
 	CAPPROOF_ALL_RELEASES=1 $(BIN)/python -m pytest -n logical \
 	  tests/test_lift.py tests/test_engine.py tests/test_groups.py tests/test_generate.py \
-	  tests/test_findings.py tests/test_memory.py tests/test_tutorial.py
+	  tests/test_findings.py tests/test_memory.py tests/test_tutorial.py tests/test_lives.py
 
 check: $(TEST) ## ruff and mypy
 	$(BIN)/ruff check

@@ -43,6 +43,7 @@ PENDING_CHECKPOINTS = ("_checkpoints", "_num_checkpoint_blocks")
 #: Methods of a manager that came with hits and own tails that end inside a block, in 0.26.0.
 HAS_PARTIAL_HIT = "_has_partial_local_hit"
 CACHE_PARTIAL_TAIL = "_cache_partial_tail_block"
+CACHED_THIS_STEP = "cached_blocks_this_step"
 #: 0.26.0: what a removal is told, which spares what steps in flight read.
 PROCESSED_TOKENS = "processed_computed_tokens"
 

@@ -40,6 +40,7 @@ from spec.families import (
     is_overwide,
     reserves_checkpoint,
     tags_of,
+    waits_for_hit,
 )
 from spec.logic import cdiv, choose, count, negation
 from spec.states import column_just_read, column_of_last_ended_token, running_column
@@ -114,6 +115,7 @@ class Origin:
     num_hit_blocks: int = 0
     """Blocks of the local hit in this group."""
     hit_is_evictable: bool = False
+    hit_is_of_this_step: bool = False
     num_evictable_attention_hits: int = 0
     other_hits_are_evictable: bool = False
     num_external_tokens: int = 0
@@ -128,6 +130,7 @@ class Origin:
         if self.num_local_tokens:
             parts.append(f"hit-{self.num_local_tokens}-in-{self.num_hit_blocks}")
         parts += ["evictable"] if self.hit_is_evictable else []
+        parts += ["of-this-step"] if self.hit_is_of_this_step else []
         parts += ["others-evictable"] if self.other_hits_are_evictable else []
         if self.num_evictable_attention_hits:
             parts.append(f"attention-evictable-{self.num_evictable_attention_hits}")
@@ -199,6 +202,7 @@ class Request:
             prefill_length=length,
             num_hit_blocks=origin.num_hit_blocks,
             hit_is_evictable=origin.hit_is_evictable,
+            hit_is_of_this_step=origin.hit_is_of_this_step,
             num_evictable_attention_hits=origin.num_evictable_attention_hits,
             other_hits_are_evictable=origin.other_hits_are_evictable,
             num_external_tokens=origin.num_external_tokens,
@@ -270,6 +274,7 @@ def _admitted(situation: Situation) -> Request:
         situation.call.num_local_computed_tokens,
         situation.num_hit_blocks,
         bool(situation.hit_is_evictable) and situation.num_hit_blocks > 0,
+        bool(waits_for_hit(situation)),
         situation.num_evictable_attention_hits,
         bool(situation.other_hits_are_evictable) and situation.num_hit_blocks > 0,
         situation.num_external_tokens,
@@ -381,14 +386,17 @@ def _prediction(
     situation: Situation, step: Step, traits: Traits, theorem: str | None
 ) -> Prediction:
     held = ("held_before", "held", "reserved_at_startup") if theorem in ABOUT_HELD else ()
+    # vLLM: what is put off is told one block more than the pool has, however large.
+    is_put_off = bool(step.deferred | step.refused)
     return Prediction(
-        dry_run=step.dry_run,
-        estimate=step.estimate,
+        dry_run=None if is_put_off else step.dry_run,
+        estimate=None if is_put_off else step.estimate,
         drawn=step.drawn,
         table_length=step.table_length,
         raised=step.raised,
         gate=step.gate if situation.num_request_tokens else None,
         violates=violated(situation, step, traits),
+        deferred=is_put_off,
         **{name: getattr(step, name) for name in held if step.raised is None},
     )
 
@@ -431,6 +439,7 @@ def _step(situation: Situation, column_to_retire: int) -> ScenarioStep:
 _OF_THE_STEP = (
     "num_hit_blocks",
     "hit_is_evictable",
+    "hit_is_of_this_step",
     "num_external_tokens",
     "loads_asynchronously",
     "preempted",
@@ -585,6 +594,7 @@ def request_in(scenario: Scenario) -> Request:
             first.call.num_local_computed_tokens,
             first.num_hit_blocks,
             first.hit_is_evictable,
+            first.hit_is_of_this_step,
             first.num_evictable_attention_hits,
             first.other_hits_are_evictable,
             first.num_external_tokens,
@@ -624,14 +634,25 @@ def paths_and_edges(
     `_WITH_EDGES`, in the plain setting, for tables as long as required. Of paths that differ in how
     many speculative blocks are moved, some stand for all (`_SPECULATIVE_BLOCKS`), but in those
     families.
+
+    Nothing about a step that is put off depends on its numbers, so its path has no edges, and of
+    the coordinator the same request is asked.
     """
     found: dict[Request, str] = {}
 
     def take(exploration: Exploration, where: str, *, with_edges: bool) -> None:
         for number, path in enumerate(exploration.paths, start=1):
-            if path.step.refused is not True:
+            if path.step.refused is not True and path.step.deferred is not True:
                 for request, edge in of_path(exploration, path, with_edges=with_edges):
                     found.setdefault(request, f"{edge} of path {number} of {where}")
+
+    def take_put_off(exploration: Exploration, where: str) -> None:
+        for number, path in enumerate(exploration.paths, start=1):
+            if path.step.deferred is True:
+                for request, edge in of_path(exploration, path, with_edges=False):
+                    for groups in (0, MAMBA_GROUPS[0]):
+                        of_groups = replace(request, num_mamba_groups=groups)
+                        found.setdefault(of_groups, f"{edge} of path {number} of {where}")
 
     for family, tags in kinds:
         for variant in variants_of(tree.traits, family):
@@ -642,6 +663,8 @@ def paths_and_edges(
             where = f"{'-'.join((family, *tags))} in {target}"
             exploration = tree.exploration(family, tags, variant)
             take(exploration, f"{where}{_setting(variant)}", with_edges=with_edges)
+            if is_plain:
+                take_put_off(exploration, where)
             has_hits = not isinstance(exploration.situation.num_hit_blocks, int)
             for groups in (MAMBA_GROUPS if has_hits else MAMBA_GROUPS[:1]) if is_plain else ():
                 joined = tree.exploration(family, tags, variant, num_mamba_groups=groups)
@@ -680,7 +703,8 @@ def of_path(
     """
     taken = path.condition if with_edges else stands_for_others(exploration, path)
     on_path = (*exploration.assumptions.values(), taken, _is_reached(exploration))
-    if isinstance(exploration.situation.hit_is_of_this_step, term.Bool):
+    is_put_off = path.step.deferred is True
+    if not is_put_off and isinstance(exploration.situation.hit_is_of_this_step, term.Bool):
         on_path = (*on_path, negation(exploration.situation.hit_is_of_this_step))
     question = smt.Question()
     question.add(*on_path, *_of_sizes(exploration, EDGE_SIZES))

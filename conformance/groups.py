@@ -156,6 +156,25 @@ class GroupsUnderTest(RequestUnderTest):
             hit.append(self._cached_blocks(group_id, num_tokens, num_blocks, 1, int(is_free)))
         return tuple(hit)
 
+    def _hit_of(self, manager: Any, hit: tuple[list[Any], ...]) -> Sequence[Any]:
+        return hit[self._managers.index(manager)]
+
+    def _defer(
+        self,
+        call: Call,
+        hit: tuple[list[Any], ...],
+        num_external_tokens: int,
+        loads_asynchronously: bool,
+    ) -> None:
+        """Have `allocate_slots` put the step off.
+
+        Raises:
+            DriverError: It does not.
+        """
+        if self._act(call, hit, num_external_tokens, loads_asynchronously) is not None:
+            reason = f"allocate_slots lets pass what is told {self._last_estimate} blocks"
+            raise DriverError(f"{self._groups.file}: {reason} of {self.pool.num_gpu_blocks}")
+
     def _hit_of_manager(self, hit: tuple[list[Any], ...]) -> list[Any]:
         return hit[FIRST_MAMBA_GROUP]
 

@@ -44,6 +44,13 @@ _ROWS = {Asks.GATE: "asking_gate(ROWS)", Asks.LIFETIME: "admitted_by_gate(ROWS)"
 #: The same, in a file that has rows with steps in flight: only removals are asserted on those.
 _ROWS_WITH_NOTHING_IN_FLIGHT = {Asks.STEP: "with_nothing_in_flight(ROWS)"}
 _COMPLETED = "assert step.raised is None"
+#: What the intended model is asserted by, in a file that has rows of steps that are put off.
+_MATCHES_INTENDED_OR_WAITS = (
+    _COMPLETED,
+    "assert step.deferred == steps[-1].hit_is_of_this_step",
+    "assert step.deferred or step.estimate == expect.need",
+    "assert step.deferred or step.drawn == expect.need",
+)
 _LAST_WHERE_THE_WHOLE_MUST_FIT = """last_of(
         request, steps, exactly_the_estimate=True, reserved_blocks=4, full_sequence_must_fit=True
     )"""
@@ -228,9 +235,13 @@ def _file(
     tested = dict(_tested(manager, family, scenarios))
     left_out = dict(_left_out(manager, family, tested))
     has_groups = manager == "coordinator"
-    in_flight = any(scenario.steps[-1].num_in_flight_tokens for scenario in scenarios)
-    rows_of = _ROWS | (_ROWS_WITH_NOTHING_IN_FLIGHT if in_flight else {})
-    tests = [_test(slug, suite, marker, rows_of, has_groups=has_groups) for slug in tested]
+    tests = [
+        {
+            **_test(slug, suite, marker, has_groups=has_groups),
+            **_asserted(slug, [scenario.steps[-1] for scenario in scenarios]),
+        }
+        for slug in tested
+    ]
     rows = [
         {
             "name": scenario.name,
@@ -297,20 +308,31 @@ def _verdict_lines(verdicts: Verdicts, suite: str) -> Iterator[str]:
             yield f"{target}, {kind}: {'; '.join(parts)}"
 
 
-def _test(
-    slug: str, suite: str, marker: _Marker, rows_of: Mapping[Asks, str], *, has_groups: bool
-) -> dict[str, Any]:
+def _test(slug: str, suite: str, marker: _Marker, *, has_groups: bool) -> dict[str, Any]:
     relation, theorem = RELATIONS[slug], THEOREMS[slug]
     return {
         "slug": slug,
         "marks": [f"@{mark}" for mark in marker.of_test(slug, suite)],
-        "rows": rows_of.get(theorem.asks, "ROWS"),
         "head": _head(relation.test_name, _columns(has_groups=has_groups)),
         "pool": "num_gpu_blocks, num_mamba_groups" if has_groups else "num_gpu_blocks",
         "docstring": _docstring(theorem.sentence),
         "apply": relation.apply,
-        "assertions": relation.assertions,
     }
+
+
+def _asserted(slug: str, under_test: Iterable[ScenarioStep]) -> dict[str, Any]:
+    """What a theorem's test asserts, and on which of a file's rows."""
+    theorem, assertions = THEOREMS[slug], RELATIONS[slug].assertions
+    under_test = list(under_test)
+    in_flight = any(step.num_in_flight_tokens for step in under_test)
+    rows_of = _ROWS | (_ROWS_WITH_NOTHING_IN_FLIGHT if in_flight else {})
+    rows = rows_of.get(theorem.asks, "ROWS")
+    if any(step.hit_is_of_this_step for step in under_test):
+        if not theorem.covers_deferred:
+            rows = f"performed({rows})"
+        elif slug == "matches-intended":
+            assertions = _MATCHES_INTENDED_OR_WAITS
+    return {"rows": rows, "assertions": assertions}
 
 
 def _columns(*, has_groups: bool) -> list[str]:
@@ -365,6 +387,7 @@ _HELPERS = {
         steps.asking_gate,
         steps.greatest_demand,
         steps.last_of,
+        steps.performed,
         steps.with_nothing_in_flight,
     )
 }
@@ -428,6 +451,7 @@ def _word_for(
     hit = {
         "blocks": step.num_hit_blocks,
         "evictable": step.hit_is_evictable,
+        "of_this_step": step.hit_is_of_this_step,
         "attention_evictable": step.num_evictable_attention_hits,
         "others_evictable": step.other_hits_are_evictable,
     }

@@ -47,7 +47,9 @@ TIERS = ("core", "vllm")
 PROCESS_TIMEOUT_S = 600
 
 #: Fields of a prediction that are compared as they are.
-COMPARED = ("dry_run", "estimate", "drawn", "table_length", "raised")
+COMPARED = ("dry_run", "estimate", "drawn", "table_length", "raised", "deferred")
+#: The same where the step is predicted to be put off.
+COMPARED_IF_DEFERRED = ("drawn", "table_length", "raised", "deferred")
 
 #: Theorems about where a checkpoint is, which 0.29.0 does not record.
 NEED_CHECKPOINT_POSITION = frozenset({"checkpoint-recorded"})
@@ -311,7 +313,8 @@ def _differences(
         yield f"refused: the pool is too small, the estimate is {step.estimate}"
         yield from _differing(("dry_run", "estimate"), prediction, step)
         return
-    yield from _differing(COMPARED, prediction, step)
+    compared = COMPARED_IF_DEFERRED if prediction.deferred else COMPARED
+    yield from _differing(compared, prediction, step)
     for slug in prediction.violates:
         if slug not in violated:
             yield f"{slug}: predicted to be violated, was not"
@@ -326,10 +329,11 @@ def _differing(names: Sequence[str], prediction: Prediction, step: Step) -> Iter
 
 
 def _summary(step: Step) -> str:
-    raised = f", {how_it_ended(step)}" if step.raised or step.refused else ""
+    is_done = not (step.raised or step.refused or step.deferred)
+    ended = "" if is_done else f", {how_it_ended(step)}"
     return (
         f"dry run {step.dry_run}, estimate {step.estimate}, drawn {step.drawn}, "
-        f"table {step.table_length}{raised}"
+        f"table {step.table_length}{ended}"
     )
 
 

@@ -141,7 +141,8 @@ def _starts_from(step: Mapping[str, Any], covered: int) -> Iterator[str]:
         yield f"{computed:,} tokens computed"
     elif local:
         evictable = ", evictable" if step.get("hit_is_evictable") else ""
-        yield f"a hit of {local:,} tokens in {hit:,} blocks{evictable}"
+        of_this_step = ", cached in this step" if step.get("hit_is_of_this_step") else ""
+        yield f"a hit of {local:,} tokens in {hit:,} blocks{evictable}{of_this_step}"
     if external:
         later = " loaded for a later step" if step.get("loads_asynchronously") else ""
         yield f"{external:,} external tokens{later}"

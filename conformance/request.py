@@ -11,6 +11,7 @@ from typing import Any
 
 from conformance.bindings import (
     CACHE_PARTIAL_TAIL,
+    CACHED_THIS_STEP,
     COLUMN_TO_RETIRE,
     HAS_PARTIAL_HIT,
     PARTIAL_HITS,
@@ -109,6 +110,7 @@ class RequestUnderTest:
         *,
         num_hit_blocks: int = 0,
         hit_is_evictable: bool = False,
+        hit_is_of_this_step: bool = False,
         num_external_tokens: int = 0,
         loads_asynchronously: bool = False,
         num_request_tokens: int = 0,
@@ -124,6 +126,7 @@ class RequestUnderTest:
             call: Arguments of the step, in tokens.
             num_hit_blocks: Columns of the local hit that the step adopts, all null but the last.
             hit_is_evictable: Whether nobody references the hit's last block; else another does.
+            hit_is_of_this_step: Whether another request caches that block in this same step.
             num_external_tokens: Tokens that a connector brings.
             loads_asynchronously: Whether they arrive later, and the request is parked.
             num_request_tokens: Tokens that the full-sequence gate is asked about first; 0 asks
@@ -149,13 +152,15 @@ class RequestUnderTest:
         if adopts:
             self._check_adoption(call, num_hit_blocks, num_external_tokens)
         hit = self._hit(call.num_local_computed_tokens, num_hit_blocks, hit_is_evictable)
+        if hit_is_of_this_step:
+            self._note_as_of_this_step(hit)
         evictable = self._evictable(hit)
         self._adopted |= {b.block_id for b in self._blocks_of(hit) if not b.is_null}
         self.exception = self.free_at_allocation = None
         pool = self.pool
         arguments = self._arguments(call)
         dry_run = estimate = drawn = left_state = None
-        refused = False
+        refused = deferred = False
         gate, removal, found = (None if num_request_tokens else self._gate), _NOT_REMOVED, None
         retired_before, is_new_columns = self._column_to_retire(), False
         try:
@@ -172,13 +177,20 @@ class RequestUnderTest:
                 if watch_dry_run:
                     left_state = self._watched_state() == before
             estimate = self._estimate(arguments, hit, is_dry_run=False)
+            deferred = hit_is_of_this_step and estimate > pool.num_gpu_blocks
             least = estimate + reserved_blocks
-            occupied = self._occupy(least if exactly_the_estimate else free_blocks, evictable)
+            if exactly_the_estimate and not deferred:
+                free_blocks = least
+            occupied = self._occupy(free_blocks, evictable)
             self.free_at_allocation = pool.get_num_free_blocks()
             retired_before = self._column_to_retire()
             try:
-                blocks = self._act(call, hit, num_external_tokens, loads_asynchronously)
-                refused = blocks is None
+                if deferred:
+                    self._defer(call, hit, num_external_tokens, loads_asynchronously)
+                    blocks = None
+                else:
+                    blocks = self._act(call, hit, num_external_tokens, loads_asynchronously)
+                    refused = blocks is None
                 returned = [*map(block_id, blocks or ())]
                 new_columns = [*map(block_id, self._table()[num_columns:])]
                 # vLLM: a request that the worker has not seen is handed over with its whole table.
@@ -195,7 +207,7 @@ class RequestUnderTest:
             raise
         except Exception as error:
             self.exception = error
-        if not refused:
+        if not (refused or deferred):
             self._chunks.append(call.num_tokens_main_model - call.total_computed_tokens)
             self._is_parked = loads_asynchronously
             self._was_preempted = self._owns_partial_tail = False
@@ -217,6 +229,7 @@ class RequestUnderTest:
             reserved_at_startup=self._reserved_at_startup,
             raised=None if self.exception is None else type(self.exception).__name__,
             refused=refused,
+            deferred=deferred,
         )
 
     def preempt(self) -> None:
@@ -280,6 +293,7 @@ class RequestUnderTest:
         *,
         num_hit_blocks: int = 0,
         hit_is_evictable: bool = False,
+        hit_is_of_this_step: bool = False,
         num_external_tokens: int = 0,
         loads_asynchronously: bool = False,
         num_request_tokens: int = 0,
@@ -294,6 +308,7 @@ class RequestUnderTest:
             num_request_tokens=num_request_tokens or self._num_tokens_asked,
             num_hit_blocks=num_hit_blocks,
             hit_is_evictable=hit_is_evictable,
+            hit_is_of_this_step=hit_is_of_this_step,
             num_external_tokens=num_external_tokens,
             loads_asynchronously=loads_asynchronously,
             parked=self._is_parked,
@@ -382,6 +397,22 @@ class RequestUnderTest:
         self._held_by_another += cached[:num_held]
         pool.free_blocks(cached[num_held:])
         return blocks
+
+    def _note_as_of_this_step(self, hit: Any) -> None:
+        for manager in self._mamba:
+            self._bindings.need(CACHED_THIS_STEP, manager)
+            block = self._hit_of(manager, hit)[-1]
+            getattr(manager, CACHED_THIS_STEP).add(block.block_hash)
+
+    def _hit_of(self, manager: Any, hit: Any) -> Sequence[Any]:
+        """A manager's part of a hit."""
+        blocks: Sequence[Any] = hit
+        return blocks
+
+    def _defer(
+        self, call: Call, hit: Any, num_external_tokens: int, loads_asynchronously: bool
+    ) -> None:
+        """Do what happens where the estimate is more than the pool has: here, nothing."""
 
     def _evictable(self, hit: Any) -> list[Any]:
         return [b for b in self._blocks_of(hit) if b.ref_cnt == 0 and not b.is_null]

@@ -69,6 +69,9 @@ class ScenarioStep:
     which admits it; 0 where nobody asks."""
     num_evictable_attention_hits: int = 0
     """Blocks of the local hit in the full-attention group that nobody references."""
+    hit_is_of_this_step: bool = False
+    """Whether another request caches the hit's last block in this same step, in all Mamba groups,
+    so that it is put off, and what is expected is not asked of it."""
     other_hits_are_evictable: bool = False
     """Whether nobody references the hit's last block in the Mamba groups behind the first."""
     num_in_flight_tokens: int = 0
@@ -84,6 +87,7 @@ KIND_DEFAULTS: dict[str, bool | int] = {
 #: Fields that only a step that admits the request can have.
 ADMISSION_ONLY = (
     "num_hit_blocks",
+    "hit_is_of_this_step",
     "num_external_tokens",
     "loads_asynchronously",
     "num_request_tokens",
@@ -116,6 +120,9 @@ class Prediction:
     """The same after the step, queued copies included."""
     reserved_at_startup: int | None = None
     """Blocks that the start-up sizing reserves for a request; predicted where `held` is."""
+    deferred: bool = False
+    """Whether the step is told more blocks than the pool has, so that it is put off; how many more
+    is not predicted."""
 
 
 @dataclass(frozen=True)
@@ -204,6 +211,8 @@ OPTIONALLY_PREDICTED = ("gate", "held_before", "held", "reserved_at_startup")
 
 def _prediction_to_json(prediction: Prediction) -> dict[str, Any]:
     content = _record_to_json(prediction)
+    if not prediction.deferred:
+        del content["deferred"]
     return {
         name: value
         for name, value in content.items()
@@ -435,8 +444,9 @@ def _objections(
 def _objections_to_adoption(step: ScenarioStep, geometry: Geometry) -> Iterator[tuple[str, str]]:
     num_blocks, external = step.num_hit_blocks, step.num_external_tokens
     total, local = step.call.total_computed_tokens, step.call.num_local_computed_tokens
-    if step.hit_is_evictable and not num_blocks:
-        yield "hit_is_evictable", "there is no hit"
+    for name in ("hit_is_evictable", "hit_is_of_this_step"):
+        if getattr(step, name) and not num_blocks:
+            yield name, "there is no hit"
     columns = -(-local // geometry.block_size)
     if num_blocks > columns or (0 < num_blocks < columns and not external):
         yield "num_hit_blocks", f"{local} local tokens do not end in block {num_blocks} of the hit"
@@ -510,7 +520,7 @@ def _parse_predicted(field: Field) -> dict[str, Prediction]:
 def _parse_prediction(field: Field) -> Prediction:
     content = field.object(
         [item.name for item in fields(Prediction)],
-        optional=["raised", "violates", *OPTIONALLY_PREDICTED],
+        optional=["raised", "violates", "deferred", *OPTIONALLY_PREDICTED],
     )
     raised = content.get("raised", Field(None))
     return Prediction(
@@ -520,6 +530,7 @@ def _parse_prediction(field: Field) -> Prediction:
         table_length=_integer_or_none(content["table_length"], least=0),
         raised=raised.or_none(raised.text),
         violates=content["violates"].slugs() if "violates" in content else (),
+        deferred=content.get("deferred", Field(False)).boolean(),
         **{
             name: _integer_or_none(content.get(name, Field(None)), least=None)
             for name in OPTIONALLY_PREDICTED

@@ -142,9 +142,10 @@ def _prediction() -> JsonObject:
         "table_length": _or_null(_integer(0)),
         "raised": _or_null(_LINE),
         "violates": _SLUGS,
+        "deferred": {**_BOOLEAN, "default": False},
         **{name: _or_null(_integer(None)) for name in OPTIONALLY_PREDICTED},
     }
-    optional = ("raised", "violates", *OPTIONALLY_PREDICTED)
+    optional = ("raised", "violates", "deferred", *OPTIONALLY_PREDICTED)
     required = [name for name in known if name not in optional]
     return _object(_described(Prediction, known), required)
 

@@ -44,7 +44,13 @@ _AT_LEAST_ONE = (
     "prefill_checkpoint_alignment",
     "cache_hit_alignment_tokens",
 )
-_FLAGS = ("hit_is_evictable", "other_hits_are_evictable", "owns_partial_tail", "preempted")
+_FLAGS = (
+    "hit_is_evictable",
+    "hit_is_of_this_step",
+    "other_hits_are_evictable",
+    "owns_partial_tail",
+    "preempted",
+)
 
 
 class NothingToShrink(Exception):

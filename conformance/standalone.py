@@ -215,6 +215,8 @@ def _objections(scenario: Scenario, bindings: Bindings) -> Iterator[str]:
         yield "asks one manager by itself, not several groups"
     if any(step.owns_partial_tail for step in steps):
         yield "has no words for a request's own partial tail"
+    if any(step.hit_is_of_this_step for step in steps):
+        yield "has no words for a hit that another request caches in the same step"
     if geometry.num_prefill_checkpoint_blocks and "num_prefill_checkpoint_blocks" not in given:
         yield "has no checkpoint blocks to give"
     if _num_lookahead(geometry) and "num_hash_lookahead_tokens" not in bindings.pool_arguments:

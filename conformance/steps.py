@@ -41,6 +41,7 @@ def hit(
     *,
     blocks: int,
     evictable: bool = False,
+    of_this_step: bool = False,
     attention_evictable: int = 0,
     others_evictable: bool = False,
     **others: int,
@@ -52,6 +53,7 @@ def hit(
         end: Where the chunk behind it ends.
         blocks: Columns of the hit, all null but the last.
         evictable: Whether nobody references the last one.
+        of_this_step: Whether another request caches it in this same step.
         attention_evictable: Blocks.
         others_evictable: See above.
         others: `lookahead`, `prefill_end`, `gate`.
@@ -61,6 +63,7 @@ def hit(
         found,
         num_hit_blocks=blocks,
         hit_is_evictable=evictable,
+        hit_is_of_this_step=of_this_step,
         num_evictable_attention_hits=attention_evictable,
         other_hits_are_evictable=others_evictable,
     )
@@ -73,6 +76,7 @@ def load(
     local: int = 0,
     blocks: int = 0,
     evictable: bool = False,
+    of_this_step: bool = False,
     attention_evictable: int = 0,
     others_evictable: bool = False,
     **others: int,
@@ -85,6 +89,7 @@ def load(
         local: Tokens of a local hit before them.
         blocks: Columns of that hit.
         evictable: Whether nobody references its last block.
+        of_this_step: Whether another request caches it in this same step.
         attention_evictable: Blocks.
         others_evictable: See above.
         others: `lookahead`, `prefill_end`, `gate`.
@@ -95,6 +100,7 @@ def load(
         num_external_tokens=external,
         num_hit_blocks=blocks,
         hit_is_evictable=evictable,
+        hit_is_of_this_step=of_this_step,
         num_evictable_attention_hits=attention_evictable,
         other_hits_are_evictable=others_evictable,
     )
@@ -142,7 +148,7 @@ def _step(
 
 
 class EarlierStepError(Exception):
-    """A step that makes the state for the one under test raised, or was refused."""
+    """A step that makes the state for the one under test raised, was refused, or put off."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +171,7 @@ def applied(
     full_sequence_must_fit: bool = False,
     watch_dry_run: bool = True,
 ) -> Iterator[Applied]:
-    """Apply steps to a request one by one, up to the first that raises or is refused.
+    """Apply steps to a request one by one, up to the first that raises, is refused or put off.
 
     Args:
         request: A request without a block table.
@@ -204,7 +210,7 @@ def applied(
             watch_dry_run=is_last and watch_dry_run,
         )
         yield Applied(planned, situation, step)
-        if step.raised is not None or step.refused:
+        if step.raised is not None or step.refused or step.deferred:
             return
 
 
@@ -217,6 +223,7 @@ def _kind(planned: ScenarioStep) -> dict[str, Any]:
     return {
         "num_hit_blocks": planned.num_hit_blocks,
         "hit_is_evictable": planned.hit_is_evictable,
+        "hit_is_of_this_step": planned.hit_is_of_this_step,
         "num_external_tokens": planned.num_external_tokens,
         "loads_asynchronously": planned.loads_asynchronously,
         "num_request_tokens": planned.num_request_tokens,
@@ -226,6 +233,8 @@ def _kind(planned: ScenarioStep) -> dict[str, Any]:
 
 def how_it_ended(step: Step) -> str:
     """Say in words how a step ended that did not go through."""
+    if step.deferred:
+        return "was put off"
     return "was refused" if step.refused else f"raised {step.raised}"
 
 
@@ -243,8 +252,8 @@ def last_of(
     Arguments are those of `applied`.
 
     Raises:
-        EarlierStepError: A step before the last raised or was refused, so that nothing is known of
-            the last.
+        EarlierStepError: A step before the last raised, was refused or put off, so that nothing is
+            known of the last.
         DriverError: A step cannot be brought about.
     """
     *_, last = applied(
@@ -289,6 +298,11 @@ def admitted_by_gate(rows: Iterable[Any]) -> list[Any]:
 def with_nothing_in_flight(rows: Iterable[Any]) -> list[Any]:
     """Those whose last step finds all earlier ones ended."""
     return [row for row in rows if not row.values[-2][-1].num_in_flight_tokens]
+
+
+def performed(rows: Iterable[Any]) -> list[Any]:
+    """Those of the parameter sets of a rendered file whose last step is not put off."""
+    return [row for row in rows if not row.values[-2][-1].hit_is_of_this_step]
 
 
 def asking_gate(rows: Iterable[Any]) -> list[Any]:

@@ -312,7 +312,9 @@ def test_allocation_succeeds_on_a_pool_that_passes_the_check(
 def test_estimate_and_drawn_are_the_intended_need(
     driver, geometry, num_gpu_blocks, num_mamba_groups, steps, expect
 ):
-    """Estimate and drawn are what the intended model says the step needs."""
+    """Estimate and drawn are what the intended model says the step needs, and it is put off
+    exactly where its hit is written in the same step.
+    """
     request = driver.request(geometry, num_gpu_blocks, num_mamba_groups)
 
     step = last_of(request, steps)

@@ -478,7 +478,9 @@ def test_allocation_succeeds_on_a_pool_that_passes_the_check(
 @pytest.mark.theorem("matches-intended")
 @pytest.mark.parametrize(COLUMNS, with_nothing_in_flight(ROWS))
 def test_estimate_and_drawn_are_the_intended_need(driver, geometry, num_gpu_blocks, steps, expect):
-    """Estimate and drawn are what the intended model says the step needs."""
+    """Estimate and drawn are what the intended model says the step needs, and it is put off
+    exactly where its hit is written in the same step.
+    """
     request = driver.request(geometry, num_gpu_blocks)
 
     step = last_of(request, steps)

@@ -48,7 +48,7 @@ from spec.theorems import Asks
 from spec.vocabulary import Situation, Step
 
 #: Blocks in a pool that refuses nothing.
-_LARGE_POOL = 2**60
+LARGE_POOL = 2**60
 #: Variables of a Mamba group that may differ in the ones behind the first.
 _OF_OTHER_GROUPS: Mapping[str, Callable[[], Any]] = {
     "hit_is_evictable": partial(term.bool_var, "other_hits_are_evictable"),
@@ -282,8 +282,8 @@ def on_a_large_pool(situation: Situation, sample: Mapping[str, Any] = {}) -> Map
     """
     number, call = Evaluator(sample).number, situation.call
     return {
-        "free_blocks": _LARGE_POOL - 1,
-        "num_gpu_blocks": _LARGE_POOL,
+        "free_blocks": LARGE_POOL - 1,
+        "num_gpu_blocks": LARGE_POOL,
         "max_model_len": max(number(call.num_tokens), number(situation.num_request_tokens)),
         "retention_interval": int(number(call.prefill_end) == 0),
     }

@@ -9,7 +9,7 @@ from typing import Any
 
 from models import intended, smt, term
 from models.evaluate import Evaluator
-from models.groups import explore_groups, on_a_large_pool
+from models.groups import LARGE_POOL, explore_groups, on_a_large_pool
 from models.held import SOME_COLUMN
 from models.lift import Exploration, Found, Variant, explore, lifted_core, summary_of, variants_of
 from models.prove import Prover, in_numbers
@@ -295,6 +295,7 @@ def values_of(situation: Situation) -> Mapping[str, Any]:
         "num_hit_blocks": situation.num_hit_blocks,
         "hit_is_evictable": situation.hit_is_evictable,
         "hit_is_of_this_step": situation.hit_is_of_this_step,
+        "num_gpu_blocks": LARGE_POOL,
         "num_excess_columns": excess if situation.table_length else 0,
         "was_parked": situation.was_parked,
         "num_request_tokens": situation.num_request_tokens,

@@ -49,6 +49,14 @@ def checkpoint_column(s: Situation) -> IntLike:
     return cdiv(s.call.num_tokens_main_model, s.geometry.block_size) - 2
 
 
+def waits_for_hit(s: Situation) -> BoolLike:
+    """Return whether the step must be put off: the state that it hits is written in this same step.
+
+    Source: `MambaManager.get_num_blocks_to_allocate`, `cached_blocks_this_step`.
+    """
+    return (s.num_hit_blocks > 0) & s.hit_is_of_this_step
+
+
 def reserves_checkpoint(s: Situation) -> BoolLike:
     """Return whether the step keeps the state at its checkpoint position in a block of its own.
 

@@ -27,6 +27,7 @@ from spec.families import (
     hits_inside_a_block,
     is_overwide,
     reserves_checkpoint,
+    waits_for_hit,
 )
 from spec.logic import cdiv, choose, count, greatest, implies, negation
 from spec.vocabulary import BoolLike, IntLike, Situation, Step
@@ -205,6 +206,11 @@ class Theorem:
         return claim if self.covers_deferred else step.deferred | step.refused | claim
 
 
+def _matches_intended(s: Situation, step: Step, pool: Pool, need: Need) -> BoolLike:
+    matches = (step.estimate == need.blocks) & (step.drawn == need.blocks)
+    return step.refused | choose(waits_for_hit(s), step.deferred, negation(step.deferred) & matches)
+
+
 def _draws(situation: Situation, step: Step) -> BoolLike:
     return step.drawn >= 1
 
@@ -344,14 +350,15 @@ THEOREMS: dict[str, Theorem] = {
         ),
         Theorem(
             "matches-intended",
-            "Estimate and drawn are what the intended model says the step needs.",
-            "Unsat iff estimate == need and drawn == need in every step; a model is a step where "
-            "the release differs from the intended model.",
-            lambda s, step, pool, need: (
-                (step.estimate == need.blocks) & (step.drawn == need.blocks)
-            ),
+            "Estimate and drawn are what the intended model says the step needs, and it is put off "
+            "exactly where its hit is written in the same step.",
+            "Unsat iff estimate == need and drawn == need in every step, and those are put off "
+            "whose hit is written in the same step; a model is a step where the release differs "
+            "from the intended model.",
+            _matches_intended,
             _draws,
-            "models/intended.py",
+            "models/intended.py; MambaManager.get_num_blocks_to_allocate: cached_blocks_this_step",
+            covers_deferred=True,
             managers=_EACH_MANAGER,
         ),
         Theorem(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +29,10 @@ RELEASES = tuple(f"0.{minor}.0" for minor in range(24, 34))
 
 CopyTree = Callable[..., Path]
 Capproof = Callable[..., "subprocess.CompletedProcess[str]"]
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # So a shell starts what runs in its background, and processes that tests interrupt inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

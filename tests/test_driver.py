@@ -220,6 +220,29 @@ def test_a_hit_that_ends_on_a_block_boundary(
     assert request.finish()
 
 
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_hit_that_is_cached_in_the_same_step_puts_the_step_off(release: str) -> None:
+    """The request is told one block more than the pool has, and nothing is done."""
+    request = driver_of(release).request(PLAIN, 32)
+
+    step = request.apply(chunk(32, 100), num_hit_blocks=2, hit_is_of_this_step=True)
+
+    assert counts(step) == (33, 33, 0, 0, True)
+    assert (step.deferred, step.refused, step.raised) == (True, False, None)
+    assert request.observe().held == 0
+    assert request.finish()
+
+
+def test_a_release_that_does_not_wait_for_a_hit_is_seen(edited: Callable[..., Path]) -> None:
+    """It is told what the step needs, which is performed."""
+    asked = "new_computed_blocks[-1].block_hash in self.cached_blocks_this_step"
+    request = core_driver(edited(MANAGERS_FILE, asked, "False")).request(PLAIN, 32)
+
+    step = request.apply(chunk(32, 100), num_hit_blocks=2, hit_is_of_this_step=True)
+
+    assert (step.deferred, step.estimate, step.drawn) == (False, 3, 3)
+
+
 @pytest.mark.parametrize("release", WITH_PARTIAL_HITS)
 @pytest.mark.parametrize("is_evictable", [False, True])
 def test_a_hit_that_ends_inside_a_block(release: str, is_evictable: bool) -> None:

@@ -163,15 +163,20 @@ def test_the_real_manager_shows_what_is_predicted(drivers: dict[str, Driver], ta
                 assert seen == broken, scenario.name
 
 
-def is_out_of_reach(exploration: Exploration, path: PathSummary, *, all_of_it: bool) -> bool:
+def is_out_of_reach(
+    exploration: Exploration, path: PathSummary, *, all_of_it: bool, is_plain: bool
+) -> bool:
     """Whether no life from an empty pool takes a path: neither it nor another request leads there.
 
-    A hit of this same step needs another request, and what an earlier load changes a longer life.
+    Steps that wait for their hit are shown in the plain setting; what an earlier load changes needs
+    a longer life.
     """
     taken = path.condition if all_of_it else stands_for_others(exploration, path)
     on_path = (*exploration.assumptions.values(), taken, _is_reached(exploration))
     question = smt.Question()
-    question.add(*on_path, negation(exploration.situation.hit_is_of_this_step))
+    question.add(*on_path)
+    if not is_plain:
+        question.add(negation(exploration.situation.hit_is_of_this_step))
     question.add(negation(term.bool_var("was_parked")))
     return question.ask().answer is smt.Answer.UNSAT
 
@@ -203,7 +208,9 @@ def untaken(target: str, tree: LiftedTree, situations: Sequence[Situation]) -> l
             (target, family, tags, variant, number)
             for number, path in enumerate(exploration.paths, start=1)
             if not any(e.truth(path.condition) for e in asked)
-            and not is_out_of_reach(exploration, path, all_of_it=stands_for_itself)
+            and not is_out_of_reach(
+                exploration, path, all_of_it=stands_for_itself, is_plain=is_plain
+            )
         ]
     return found
 

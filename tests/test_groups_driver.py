@@ -145,6 +145,18 @@ def test_evictable_hits_of_all_groups_leave_the_free_list(release: str) -> None:
     assert found == {name: (number,) * 3 for name, number in expected.items()}
 
 
+@pytest.mark.parametrize("release", SHOWN)
+def test_a_hit_that_is_cached_in_the_same_step_puts_the_step_off(release: str) -> None:
+    """A Mamba group asks for more than the pool has, so that allocate_slots refuses the sum."""
+    request = driver_of(release).request(PLAIN, 64, 2)
+
+    seen = last_of(request, [hit(32, 100, blocks=2, of_this_step=True)])
+
+    assert (seen.deferred, seen.refused, seen.drawn, seen.table_length) == (True, False, 0, 0)
+    assert seen.estimate == seen.dry_run > 64
+    assert request.observe().held == 0
+
+
 def test_a_pool_with_just_the_estimate_holds_the_hit() -> None:
     """The blocks of an evictable hit are among the free ones that the step finds."""
     step = hit(64, 100, blocks=4, evictable=True, attention_evictable=4, others_evictable=True)
@@ -498,6 +510,17 @@ def test_a_size_that_a_release_does_not_know_is_refused(
     """What would be ignored is not claimed to have been tested."""
     with pytest.raises(BindingError, match=f"this release has no {symbol}"):
         driver_of(release).request(geometry, 64, 2)
+
+
+def test_a_sum_that_is_let_pass_although_a_group_waits_is_named(
+    edited: Callable[..., Path],
+) -> None:
+    """What puts the step off is that the pool has not what is asked for."""
+    root = edited(KV_CACHE_MANAGER_FILE, "required_blocks > available_blocks", "False")
+    request = core_driver(root).request(PLAIN, 64, 1)
+
+    with pytest.raises(DriverError, match="allocate_slots lets pass what is told"):
+        last_of(request, [hit(32, 100, blocks=2, of_this_step=True)])
 
 
 def test_what_allocate_slots_reads_of_a_request_is_known(edited: Callable[..., Path]) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import random
 import re
 from dataclasses import replace
@@ -33,7 +34,8 @@ from spec.vocabulary import Geometry
 RELEASES = ("0.30.0", "0.31.0", "0.33.0")
 #: Lives within which a machine that is told of no fault finds #57050.
 ENOUGH_LIVES = 1000
-LIVES_PER_RELEASE = 400
+#: Lives of a machine that is told what is known; `make selfcheck` takes more.
+LIVES_PER_RELEASE = 400 if os.environ.get("CAPPROOF_ALL_RELEASES") else 160
 #: Checkpoint blocks, where lives do not follow what a release does with them.
 CHECKPOINTS_IN_LIVES = {"0.29.0": (0,)}
 
@@ -66,13 +68,11 @@ def test_lives_with_steps_in_flight_show_no_fault_that_is_not_known(
 
 
 def test_a_machine_that_is_told_nothing_finds_a_tail_that_a_step_in_flight_overwrites() -> None:
-    """On 0.31.0 it shows within fewer lives."""
+    """On 0.31.0 it shows within `ENOUGH_LIVES` lives."""
     others = tuple(f for f in KNOWN if f.name != "tail-cached-while-a-step-in-flight-writes-it")
 
     with pytest.raises(AssertionError, match="live-state-kept"):
-        lived(
-            driver_of("0.31.0"), "vllm==0.31.0", LIVES_PER_RELEASE, steps_in_flight=1, faults=others
-        )
+        lived(driver_of("0.31.0"), "vllm==0.31.0", ENOUGH_LIVES, steps_in_flight=1, faults=others)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])

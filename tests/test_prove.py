@@ -264,6 +264,32 @@ def test_a_step_that_always_raises_proves_nothing(copy_tree: Callable[..., Path]
     assert others == {Verdict.VACUOUS, Verdict.NOT_APPLICABLE}
 
 
+@pytest.mark.parametrize(
+    "changed",
+    ["False", "len(new_computed_blocks) > 0"],
+    ids=["never", "always"],
+)
+def test_a_release_that_waits_for_other_hits_than_those_of_the_same_step_is_refuted(
+    copy_tree: Callable[..., Path], changed: str
+) -> None:
+    """A copy that puts no hit off, or any, differs from the intended model, and in no count."""
+    asked = """            len(new_computed_blocks) > 0
+            and new_computed_blocks[-1].block_hash in self.cached_blocks_this_step
+"""
+    root = copy_tree("0.31.0", (asked, f"            {changed}\n"))
+
+    found = prove(LiftedTree(root), families=["hit-full"], managers=[ONE_MANAGER])
+    verdicts = {o.theorem: o for o in found if not o.tags}
+
+    refuted = {slug for slug, o in verdicts.items() if o.verdict is Verdict.REFUTED}
+    assert refuted == {"matches-intended"}
+    counterexample = verdicts["matches-intended"].counterexample
+    assert counterexample is not None
+    is_put_off = changed != "False"
+    assert counterexample.step.deferred is is_put_off
+    assert counterexample.situation.hit_is_of_this_step is not is_put_off
+
+
 # ---- UNKNOWN and mismatches ---------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,21 @@ def test_every_kind_of_step_survives_writing_and_reading() -> None:
     assert [prediction["gate"] for prediction in content["predicted"].values()] == [-1]
     assert content["geometry"]["cache_hit_alignment_tokens"] == 16
     assert content["geometry"]["num_tokens_behind_checkpoint"] == 3
+
+
+def test_a_step_that_is_put_off_survives_writing_and_reading() -> None:
+    """What is put off is predicted without numbers of blocks; elsewhere nothing is said of it."""
+    waits = replace(EVENTFUL.steps[0], hit_is_of_this_step=True)
+    put_off = Prediction(None, None, 0, 0, deferred=True)
+    predicted = {"vllm==0.33.0": put_off, "vllm==0.30.0": Prediction(3, 3, 3, 5)}
+    scenario = replace(EVENTFUL, steps=(waits,), predicted=predicted)
+
+    content = json.loads(dumps(scenario))
+
+    assert loads(dumps(scenario), name="waits") == [scenario]
+    assert content["steps"][0]["hit_is_of_this_step"] is True
+    assert content["predicted"]["vllm==0.33.0"]["deferred"] is True
+    assert "deferred" not in content["predicted"]["vllm==0.30.0"]
 
 
 def test_a_plain_scenario_is_written_as_ever() -> None:
@@ -207,6 +223,12 @@ def test_a_malformed_field_is_named_in_one_line(path: str, value: Any, message: 
 CONTRADICTIONS: list[tuple[int, dict[str, Any], str]] = [
     (0, {"num_hit_blocks": 3}, "num_hit_blocks: 24 local tokens do not end in block 3"),
     (0, {"num_hit_blocks": 0}, "hit_is_evictable: there is no hit"),
+    (
+        3,
+        {"hit_is_of_this_step": True},
+        "hit_is_of_this_step: there is no hit",
+    ),
+    (1, {"hit_is_of_this_step": True}, "hit_is_of_this_step: only a step that admits"),
     (
         0,
         {"num_local_computed_tokens": 26, "num_external_tokens": 34},

@@ -258,13 +258,17 @@ def test_what_cannot_be_said_is_one_line(
     [
         ("own-tail", "own partial tail"),
         ("coordinator-first", "not several groups"),
+        ("hit-full put off", "another request caches in the same step"),
     ],
 )
 def test_steps_without_words_are_refused(
     tmp_path: Path, capsys: Output, name: str, message: str
 ) -> None:
-    """A request's own tail, and several groups, are not said yet."""
-    scenario = load(PROJECT_ROOT / "generated_tests" / "scenarios" / f"{name}.json")[0]
+    """A request's own tail, several groups, and a hit of the same step are not said yet."""
+    suite = name.removesuffix(" put off")
+    scenarios = load(PROJECT_ROOT / "generated_tests" / "scenarios" / f"{suite}.json")
+    is_put_off = suite != name
+    scenario = next(s for s in scenarios if s.steps[-1].hit_is_of_this_step is is_put_off)
     file, out = tmp_path / "some.json", tmp_path / "test_x.py"
     file.write_text(dumps(replace(scenario, theorem="exact-estimate")))
 

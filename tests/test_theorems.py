@@ -106,6 +106,7 @@ BREAKS: list[tuple[dict[str, object], set[str]]] = [
     ({"held": 6}, {"gate-covers-lifetime"}),
     ({"held": 7}, {"gate-covers-lifetime", "peak-within-sizing"}),
     ({"held_before": 2}, {"eventually-admitted"}),
+    ({"deferred": True}, {"matches-intended"}),
 ]
 
 
@@ -144,14 +145,23 @@ def test_allocation_counts_against_what_the_check_allows(pool: Pool, succeeds: b
 
 @pytest.mark.parametrize("slug", THEOREMS)
 def test_a_step_that_was_put_off_is_no_fault(slug: str) -> None:
-    """Of a deferred step only the dry run is claimed anything: it says the same, and is pure."""
+    """Of a step that waits for its hit the dry run is claimed to say the same, and to be pure."""
+    waits = replace(FIRST, num_hit_blocks=1, hit_is_of_this_step=True)
     put_off = replace(
         STEP, deferred=True, estimate=10**6, dry_run=10**6 + 1, drawn=99, table_length=0
     )
     theorem, impure = THEOREMS[slug], replace(STEP, deferred=True, dry_run_left_state=False)
 
-    assert theorem.holds(FIRST, put_off, POOL, NEED) is (slug != "dry-run-parity")
-    assert theorem.holds(FIRST, impure, POOL, NEED) is (slug != "dry-run-pure")
+    assert theorem.holds(waits, put_off, POOL, NEED) is (slug != "dry-run-parity")
+    assert theorem.holds(waits, impure, POOL, NEED) is (slug != "dry-run-pure")
+
+
+def test_a_step_that_should_have_waited_for_its_hit_is_a_fault() -> None:
+    """The intended model lets no step start from a state that is written in the same step."""
+    waits = replace(FIRST, num_hit_blocks=1, hit_is_of_this_step=True)
+
+    for slug, theorem in THEOREMS.items():
+        assert theorem.holds(waits, STEP, POOL, NEED) is (slug != "matches-intended")
 
 
 @pytest.mark.parametrize("slug", THEOREMS)
