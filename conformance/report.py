@@ -36,6 +36,11 @@ def show_verdicts(console: Console, rows: Sequence[Row]) -> None:
         console.print(table if is_narrow else _exceptions(", ".join(key), of_manager))
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with what it counts, in the plural unless it is one."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def verdict_line(row: Row) -> str:
     """Return a verdict as one line that grep can find."""
     family = where(row["family"], row["tags"])
@@ -138,14 +143,15 @@ def _starts_from(step: Mapping[str, Any], covered: int) -> Iterator[str]:
     hit, external = step.get("num_hit_blocks", 0), step.get("num_external_tokens", 0)
     local, computed = step["num_local_computed_tokens"], step["total_computed_tokens"]
     if not hit and not external:
-        yield f"{computed:,} tokens computed"
+        yield f"{counted(computed, 'token')} computed"
     elif local:
         evictable = ", evictable" if step.get("hit_is_evictable") else ""
         of_this_step = ", cached in this step" if step.get("hit_is_of_this_step") else ""
-        yield f"a hit of {local:,} tokens in {hit:,} blocks{evictable}{of_this_step}"
+        found = f"a hit of {counted(local, 'token')} in {counted(hit, 'block')}"
+        yield f"{found}{evictable}{of_this_step}"
     if external:
         later = " loaded for a later step" if step.get("loads_asynchronously") else ""
-        yield f"{external:,} external tokens{later}"
+        yield f"{counted(external, 'external token')}{later}"
     if covered > computed:
         yield f"slots for {covered:,}"
     if step.get("owns_partial_tail"):

@@ -215,8 +215,15 @@ def plain_lines(results: Sequence[Result]) -> Iterator[str]:
     yield from (f"{number:5}  {what}" for what, number in counts(results).items())
 
 
-def page(by_release: Mapping[str, Sequence[Result]]) -> str:
-    """Return the results of one or more releases as a page."""
+def page(by_release: Mapping[str, Sequence[Result]], before: str = "") -> str:
+    """Return the results of one or more releases as a page.
+
+    Args:
+        by_release: What became of mutants.
+        before: The page as it was, whose sections of other releases stay.
+    """
+    sections = sections_of(before)
+    sections |= {name: "\n".join(_section(name, found)) for name, found in by_release.items()}
     lines = [
         "# Mutants",
         "",
@@ -241,9 +248,15 @@ def page(by_release: Mapping[str, Sequence[Result]]) -> str:
         f"{' and '.join(f'{n} with {s} steps in flight' for s, n in NUM_LIVES.items())}.",
         "An unchanged copy passes both.",
         "",
-        *(line for release, results in by_release.items() for line in _section(release, results)),
+        *(sections[release] for release in sorted(sections)),
     ]
     return "\n".join(lines)
+
+
+def sections_of(text: str) -> dict[str, str]:
+    """Return the sections of a page, by release."""
+    _, *parts = re.split(r"^(?=## vLLM )", text, flags=re.MULTILINE)
+    return {part.split()[2]: part.rstrip("\n") + "\n" for part in parts}
 
 
 def _section(release: str, results: Sequence[Result]) -> Iterator[str]:
@@ -349,7 +362,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             seconds = time.perf_counter() - started
             print(f"{name}: {seconds:.0f} s, {options.jobs} at a time", file=sys.stderr, flush=True)
             if options.write is not None:
-                options.write.write_text(page(by_release), encoding="utf-8")
+                before = options.write.read_text("utf-8") if options.write.exists() else ""
+                options.write.write_text(page(by_release, before), encoding="utf-8")
     except (MutantError, TargetError) as error:
         print(f"mutants: {error}", file=sys.stderr)
         return 2

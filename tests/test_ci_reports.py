@@ -32,7 +32,7 @@ TARGET = "vllm==0.30.0"
 SHOWN = "generated_tests/scenarios/refutations/exact-estimate-checkpoint-vllm-0-30-0.json"
 SCENARIO = json.loads((PROJECT_ROOT / SHOWN).read_text())
 #: Scenario's numbers, as every report says them.
-NUMBERS = "B 1, H 1, S 0, K 1, 1 tokens computed, then 4: estimate 3, drawn 2, needed 2"
+NUMBERS = "B 1, H 1, S 0, K 1, 1 token computed, then 4: estimate 3, drawn 2, needed 2"
 
 
 def row(verdict: str = "PROVED", expected: str | None = "PROVED", **changes: Any) -> dict[str, Any]:

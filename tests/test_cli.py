@@ -167,7 +167,7 @@ def test_against_expects_the_other_targets_verdicts(
     assert [row["expected"] for row in rows_in(file)] == ["PROVED"] * 4
     out = capsys.readouterr().out
     head = f"DIFFER estimates of {target} and {NEW}, checkpoint: B 1, H 1, S 0, K 1, "
-    assert f"{head}1 tokens computed, then 4: 3 and 2" in out.splitlines()
+    assert f"{head}1 token computed, then 4: 3 and 2" in out.splitlines()
     differences = json.loads(file.read_text())["differences"]
     assert {row["comparison"] for row in differences} == {"DIFFER"}
 

@@ -25,7 +25,17 @@ from scripts.mutant_proofs import (
     judge_all,
 )
 from scripts.mutant_runs import BY, Run, run_all
-from scripts.mutants import LIVES, PROOFS, TESTS, Result, counts, kill_matrix, page, plain_lines
+from scripts.mutants import (
+    LIVES,
+    PROOFS,
+    TESTS,
+    Result,
+    counts,
+    kill_matrix,
+    page,
+    plain_lines,
+    sections_of,
+)
 from scripts.mutations import DATA, KINDS, Mutant, MutantError, load, mutated, mutated_tree
 from scripts.same_steps import difference, is_same
 from spec.theorems import OBLIGATIONS, Asks
@@ -300,6 +310,17 @@ def test_the_page_lists_survivors_with_what_they_change() -> None:
     assert counts([survivor, known])["survived the proofs"] == 1
     assert any("running: leaves another table" in line for line in plain_lines([survivor]))
     assert "### Survivors" not in page({"0.31.0": [known]})
+
+
+def test_the_sections_of_releases_that_were_not_run_stay() -> None:
+    """A page of two releases is the same, whichever is run anew."""
+    one, two = (Result(Judgement(mutant, Outcome.EQUIVALENT), {}) for mutant in MUTANTS[:2])
+    both = page({"0.31.0": [one], "0.33.0": [two]})
+
+    assert page({"0.31.0": [one]}, both) == page({"0.33.0": [two]}, both) == both
+    assert page({"0.33.0": [two]}, page({"0.31.0": [one]})) == both
+    assert list(sections_of(page({"0.31.0": [two]}, both))) == ["0.31.0", "0.33.0"]
+    assert page({"0.31.0": [two]}, both) != both
 
 
 def test_a_row_names_what_refutes_it() -> None:

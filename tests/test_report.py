@@ -268,7 +268,7 @@ def test_estimators_that_differ_are_shown_with_their_numbers() -> None:
 
     head = f"estimates of path:x and {TARGET}"
     assert shown(show_differences, rows).splitlines() == [
-        f"DIFFER {head}, promoted+own-tail: B 1, H 1, S 0, K 1, 1 tokens computed, then 4: 3 and 2",
+        f"DIFFER {head}, promoted+own-tail: B 1, H 1, S 0, K 1, 1 token computed, then 4: 3 and 2",
         f"UNKNOWN {head}, promoted+own-tail: canceled [/x]",
         f"{head}: equal in 1 kinds of step, can differ in 1, undecided in 1, not in both targets 1",
     ]

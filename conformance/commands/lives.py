@@ -77,6 +77,7 @@ def explore(
     from conformance import explore as exploring
     from conformance.driver import DriverError
     from conformance.life_files import dumps
+    from conformance.report import counted
 
     to_save, worst = save, AS_EXPECTED
     for tree in resolved_to_live(targets or DEFAULT_TARGETS):
@@ -98,9 +99,11 @@ def explore(
         except DriverError as error:
             raise CannotRun(f"{tree.target}: {error}") from None
         click.echo(
-            f"{tree.target}: {setting.num_gpu_blocks} blocks, {requests} requests, {rules} rules: "
-            f"{found.num_states} states, {found.num_lives} lives, {found.num_known} with a known "
-            f"fault, {len(found.violations)} violations"
+            f"{tree.target}: {counted(setting.num_gpu_blocks, 'block')}, "
+            f"{counted(requests, 'request')}, {counted(rules, 'rule')}: "
+            f"{counted(found.num_states, 'state')}, {found.num_lives:,} lives, "
+            f"{found.num_known:,} with a known fault, "
+            f"{counted(len(found.violations), 'violation')}"
         )
         for line, _ in found.violations[:_MOST_LINES]:
             click.echo(f"  {line}")

@@ -157,6 +157,7 @@ def _replay_life(
     from conformance.driver import BindingError
     from conformance.life_files import load, replay_lives
     from conformance.life_picture import life_pictures
+    from conformance.report import counted
     from conformance.svg import svg_of_all
 
     life, worst, with_tables = load(file), AS_EXPECTED, draw or draw_svg is not None
@@ -167,7 +168,8 @@ def _replay_life(
             (seen,) = replay_lives(tree.root, tier, [life], tree.target, with_tables)
         except BindingError as error:
             raise CannotRun(f"{tree.target}: {error}") from None
-        click.echo(f"{tree.target}: {seen.num_rules} rules, {len(seen.lines)} violations")
+        rules, violations = counted(seen.num_rules, "rule"), counted(len(seen.lines), "violation")
+        click.echo(f"{tree.target}: {rules}, {violations}")
         for line in seen.lines:
             click.echo(f"  {line}")
         pictures = life_pictures(seen.requests)
