@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from conformance import cases, generate, render
+from conformance import cases, made_request, predicted, render
 from conformance.expectations import expectations, expected, suite_of, where
 from conformance.files import replace_file, text_of
-from conformance.generate import Request
+from conformance.generate import paths_and_edges
+from conformance.made_request import Request
 from conformance.obligations import Row
 from conformance.parallel import spread
 from conformance.scenario import Scenario, ScenarioError, dumps, load, loads
@@ -71,11 +72,11 @@ def generate_files(
         ProcessLost: A process was killed.
     """
     requests = _paths_and_edges(trees, on_progress)
-    requests.update(generate.cases(cases.known_cases()))
+    requests.update(made_request.cases(cases.known_cases()))
     refuted = _all_refutations(itertools.chain(*rows.values()), trees, on_progress)
-    requests.update({generate.request_in(scenario): scenario.source for scenario in refuted})
+    requests.update({made_request.request_in(scenario): scenario.source for scenario in refuted})
     asked = [(request, source, None, None) for request, source in requests.items()]
-    by_suite = generate.by_suite(_predicted(asked, trees, on_progress))
+    by_suite = predicted.by_suite(_predicted(asked, trees, on_progress))
     verdicts = {target: _by_family(found) for target, found in rows.items()}
     content = {
         "schema": 1,
@@ -299,11 +300,11 @@ def _of_family(tree: Tree, family: str) -> dict[Request, str]:
     lifted = LiftedTree(tree.root)
     kinds = (kind for kind in OBLIGATIONS if kind[0] == family)
     asked = [kind for kind in kinds if lifted.traits.why_not(*kind) is None]
-    return generate.paths_and_edges(tree.target, lifted, asked)
+    return paths_and_edges(tree.target, lifted, asked)
 
 
 def _asked_in(scenario: Scenario) -> Asked:
-    return generate.request_in(scenario), scenario.source, scenario.name, scenario.theorem
+    return made_request.request_in(scenario), scenario.source, scenario.name, scenario.theorem
 
 
 def _predicted(
@@ -312,7 +313,7 @@ def _predicted(
     """Return scenarios with what each of ``trees`` is predicted to do, family by family."""
     in_order, of_family = list(asked), dict[str, list[Asked]]()
     for one in in_order:
-        of_family.setdefault(generate.family_of_request(one[0]), []).append(one)
+        of_family.setdefault(made_request.family_of_request(one[0]), []).append(one)
     groups = sorted(of_family.values(), key=len, reverse=True)
     works = [(tuple(trees), tuple(group)) for group in groups]
     made: dict[Asked, Scenario] = {}
@@ -325,7 +326,7 @@ def _predicted(
 def _made(trees: Sequence[Tree], asked: Sequence[Asked]) -> list[Scenario]:
     lifted = {tree.target: LiftedTree(tree.root) for tree in trees}
     return [
-        generate.scenario_of(request, trees=lifted, source=source, name=name, theorem=theorem)
+        predicted.scenario_of(request, trees=lifted, source=source, name=name, theorem=theorem)
         for request, source, name, theorem in asked
     ]
 

@@ -38,7 +38,7 @@ NOT_APPLICABLE = "NOT_APPLICABLE"
 
 Row = dict[str, Any]
 #: Modules beside ours and the spec that rows depend on.
-_MADE_BY = ("obligations", "generate", "scenario")
+_MADE_BY = ("obligations", "generate", "made_request", "predicted", "reached", "scenario")
 #: Modules of ours that no row depends on: they check a proof that there is.
 _NO_VERDICT_FROM = {"second_solver"}
 #: A kind of step: a family with the tags that are told apart.

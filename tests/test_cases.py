@@ -8,7 +8,8 @@ import pytest
 
 from conformance.cases import Case, known_cases
 from conformance.driver import Driver, core_driver
-from conformance.generate import cases, request_of_case, scenario_of
+from conformance.made_request import cases, request_of_case
+from conformance.predicted import scenario_of
 from conformance.scenario import dumps, loads
 from conformance.steps import last_of
 from models import intended

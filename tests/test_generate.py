@@ -19,16 +19,12 @@ from conformance.generate import (
     _WITH_EDGES,
     EDGE_SIZES,
     MAX_TOKENS,
-    Request,
-    _is_reached,
-    by_suite,
-    cases,
     paths_and_edges,
-    request_in,
-    request_of,
-    scenario_of,
     stands_for_others,
 )
+from conformance.made_request import Request, cases, request_in, request_of
+from conformance.predicted import by_suite, scenario_of
+from conformance.reached import is_reached
 from conformance.replay import NEED_EXACT_POOL, PROJECT_ROOT, Outcome, replay
 from conformance.scenario import Scenario, dumps, load, loads
 from conformance.targets import DEFAULT_TARGETS, resolve
@@ -172,7 +168,7 @@ def is_out_of_reach(
     a longer life.
     """
     taken = path.condition if all_of_it else stands_for_others(exploration, path)
-    on_path = (*exploration.assumptions.values(), taken, _is_reached(exploration))
+    on_path = (*exploration.assumptions.values(), taken, is_reached(exploration))
     question = smt.Question()
     question.add(*on_path)
     if not is_plain:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from conftest import CopyTree
 
-from conformance import generate
 from conformance.driver import core_driver
+from conformance.generate import of_path
+from conformance.predicted import scenario_of
 from conformance.replay import Outcome, replay
 from models import smt, term
 from models.lift import NotUnderstood, Variant
@@ -69,8 +70,8 @@ def test_the_real_allocate_slots_takes_every_path_as_lifted(
         for groups in MAMBA_GROUPS:
             joined = lifted.exploration(family, tags, Variant(), num_mamba_groups=groups)
             for path in joined.paths[::3]:
-                for request, _ in generate.of_path(joined, path, with_edges=False):
-                    made = generate.scenario_of(request, trees={target: lifted}, source="a path")
+                for request, _ in of_path(joined, path, with_edges=False):
+                    made = scenario_of(request, trees={target: lifted}, source="a path")
                     seen = replay(made, driver, target)
                     assert (made.manager, made.num_mamba_groups) == ("coordinator", groups)
                     assert seen.outcome is Outcome.REPRODUCED, (made.name, seen.detail)
