@@ -14,8 +14,9 @@ from typing import Any
 from conformance.bindings import BindingError, DriverError, Modules, bind, import_vllm
 from conformance.group_bindings import GroupBindings, bind_groups
 from conformance.groups import GroupsUnderTest
+from conformance.life import Setting
 from conformance.life_checks import CHECKS, Check
-from conformance.lives import NewShadow, Setting, SharedPool
+from conformance.lives import NewShadow, SharedPool
 from conformance.pools import PoolShelf
 from conformance.request import MAX_TABLE_COLUMNS, LimitError, Observation, RequestUnderTest
 from models.loader import Core, CoreError

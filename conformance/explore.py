@@ -20,8 +20,9 @@ from typing import Any
 
 from conformance.bindings import one_line
 from conformance.driver import Driver, DriverError, core_driver
+from conformance.life import Life, Plan, Rule, Setting, Stage
 from conformance.life_checks import known_fault
-from conformance.lives import Life, NotPossible, Plan, Rule, Setting, SharedPool, Stage
+from conformance.lives import NotPossible, SharedPool
 from spec.vocabulary import Geometry
 
 #: Tokens that a prefill or a decode step has left for a request, besides all of them: a grid.

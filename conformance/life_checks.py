@@ -26,7 +26,8 @@ from spec.families import (
 from spec.vocabulary import Situation
 
 if TYPE_CHECKING:
-    from conformance.lives import Rule, SharedPool
+    from conformance.life import Rule
+    from conformance.lives import SharedPool
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from conformance.driver import (
     core_driver,
     vllm_driver,
 )
+from conformance.life import Life, Plan, Rule, Setting
 from conformance.life_checks import CHECKS, Check, KnownFault, Violation, known_fault
 from conformance.life_tables import RequestWatched, Watcher, watched_from_json
-from conformance.lives import Life, NotPossible, Plan, Rule, Setting, SharedPool
+from conformance.lives import NotPossible, SharedPool
 from conformance.reading import Field, Malformed, headed, read_bytes, record
 from conformance.replay import ask_process, own_standard_output
 from conformance.scenario import ScenarioError, parse_geometry

@@ -20,9 +20,10 @@ from hypothesis.stateful import (
 )
 
 from conformance.driver import Driver
+from conformance.life import Life, Plan, Rule, Setting, Stage
 from conformance.life_checks import KNOWN, KnownFault, known_fault
 from conformance.life_files import dumps
-from conformance.lives import Life, NotPossible, Plan, Rule, Setting, SharedPool, Stage
+from conformance.lives import NotPossible, SharedPool
 from spec.vocabulary import Geometry
 
 RULES_PER_LIFE = 30

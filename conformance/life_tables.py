@@ -16,8 +16,9 @@ from conformance.layout import (
     mamba_table,
     tables_from_json,
 )
+from conformance.life import Request, Rule, Stage
 from conformance.life_checks import StepSeen, Violation, known_fault
-from conformance.lives import FIRST_MAMBA_GROUP, Request, Rule, SharedPool, Stage
+from conformance.lives import FIRST_MAMBA_GROUP, SharedPool
 from conformance.picture import MAX_ROWS, tokens_in_words
 
 

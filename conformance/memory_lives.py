@@ -31,8 +31,9 @@ from conformance.kv_cache import (
     out_of_memory,
 )
 from conformance.kv_memory import Counts, KVMemory
+from conformance.life import Plan, Setting
 from conformance.life_checks import known_fault
-from conformance.lives import Plan, Setting, SharedPool
+from conformance.lives import SharedPool
 from conformance.release_copies import ReleaseCopies, triton_for
 from conformance.replay import ask_process, own_standard_output
 from spec.vocabulary import Geometry

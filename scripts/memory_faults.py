@@ -22,8 +22,9 @@ from conformance.driver import Driver, core_driver, vllm_driver
 from conformance.explore import live_at_random
 from conformance.kv_cache import CacheBuilder
 from conformance.kv_memory import KVMemory
+from conformance.life import Rule, Setting
 from conformance.life_checks import Violation, known_fault, live_state
-from conformance.lives import NotPossible, Rule, Setting, SharedPool
+from conformance.lives import NotPossible, SharedPool
 from conformance.memory_lives import BOUNDS, SEED, WEIGHTS, Memories, settings
 from conformance.replay import own_standard_output
 

@@ -24,7 +24,7 @@ from conformance import cli, life_files, obligations, parallel
 from conformance.commands.output import write_whole
 from conformance.expectations import expected, where
 from conformance.explore import small_setting
-from conformance.lives import Life
+from conformance.life import Life
 from conformance.obligations import Selection, settled_by_part
 from conformance.replay import PROJECT_ROOT
 from conformance.scenario import dumps, load

@@ -9,9 +9,9 @@ import pytest
 from conftest import CopyTree
 
 from conformance.driver import core_driver
+from conformance.life import Life, Plan, Rule, Setting
 from conformance.life_files import run_life
 from conformance.life_machine import lived
-from conformance.lives import Life, Plan, Rule, Setting
 from conformance.targets import resolve
 from spec.vocabulary import Geometry
 

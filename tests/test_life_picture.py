@@ -19,10 +19,11 @@ from conformance.drawing import draw_all
 from conformance.driver import core_driver
 from conformance.explore import Bounds, random_life, small_setting, tight
 from conformance.layout import Holds
+from conformance.life import Life, Plan, Rule, Setting, Stage
 from conformance.life_files import dumps, load, replay_lives, run_life
 from conformance.life_picture import life_pictures
 from conformance.life_tables import Watcher
-from conformance.lives import Life, NotPossible, Plan, Rule, Setting, Stage
+from conformance.lives import NotPossible
 from conformance.picture import LEGEND, MAX_ROWS, Part, Picture
 from conformance.replay import PROJECT_ROOT
 from conformance.svg import svg_of_all

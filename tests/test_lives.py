@@ -21,11 +21,12 @@ from conformance.explore import (
     small_setting,
     tight,
 )
+from conformance.life import Life, Plan, Rule, Setting, Stage
 from conformance.life_checks import CHECKS, KNOWN, known_fault
 from conformance.life_files import dumps, load, replay_lives, run_life
 from conformance.life_machine import lived
 from conformance.life_scheduler import CALLERS
-from conformance.lives import Life, Plan, Rule, Setting, SharedPool, Stage
+from conformance.lives import SharedPool
 from conformance.scenario import ScenarioError
 from conformance.targets import resolve
 from spec.vocabulary import Geometry

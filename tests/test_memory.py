@@ -130,7 +130,7 @@ with triton_for("cpu", "RELEASE"):
     driver = vllm_driver(Path("ROOT"))
     copies = {name: ReleaseCopies(driver.modules) for name in ("followed", "faulty")}
 from conformance.kv_cache import CacheBuilder
-from conformance.lives import Plan, Rule, Setting
+from conformance.life import Plan, Rule, Setting
 from conformance.memory_lives import Memories
 from scripts.memory_seeds import FAULTS
 from spec.vocabulary import Geometry
