@@ -9,12 +9,12 @@ with one line that names the file and the field.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from conformance.files import replace_file
 from conformance.reading import Field, Malformed, parse_json, read_bytes, shown
 from spec.theorems import MAMBA_GROUPS_OF, MANAGERS
 from spec.vocabulary import Call, Geometry
@@ -191,13 +191,7 @@ def dumps(scenarios: Scenario | Iterable[Scenario]) -> str:
 
 def dump(scenarios: Scenario | Iterable[Scenario], path: Path) -> None:
     """Write a scenario file; a reader sees the old file or the new one, never half of one."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(dumps(scenarios).encode("ascii"))
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_file(Path(path), dumps(scenarios))
 
 
 def _record_to_json(record: Any) -> dict[str, Any]:
