@@ -46,18 +46,18 @@ conformance: $(TEST) ## run generated_tests/ on the real managers, both tiers
 # all default targets.
 test: check ## everything that CI runs
 	$(BIN)/capproof prove
-	$(BIN)/python -m pytest -n logical
+	$(BIN)/python -m pytest -n logical --dist worksteal
 	$(BIN)/capproof conform --tier core --target $(FAULT) -- -n logical
 	$(BIN)/capproof conform --tier vllm --target $(NEWEST) -- -n logical
 
 coverage: $(TEST) ## lines and branches that the tests reach
-	$(BIN)/python -m pytest -n logical --cov --cov-report=term
+	$(BIN)/python -m pytest -n logical --dist worksteal --cov --cov-report=term
 
 coverage-generated: $(TEST) ## branches of vLLM that generated_tests/ take, into docs/coverage.md
 	$(BIN)/python scripts/coverage_of_vllm.py --write docs/coverage.md
 
 selfcheck: $(TEST) ## lifted and real code, and workloads, on every known release
-	CAPPROOF_ALL_RELEASES=1 $(BIN)/python -m pytest -n logical \
+	CAPPROOF_ALL_RELEASES=1 $(BIN)/python -m pytest -n logical --dist worksteal \
 	  tests/test_lift.py tests/test_engine.py tests/test_groups.py tests/test_generate.py \
 	  tests/test_findings.py tests/test_memory.py tests/test_tutorial.py tests/test_lives.py
 

@@ -6,7 +6,8 @@ so that the solver sees products and linear facts instead of ``div``. One functi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -124,7 +125,8 @@ class Question:
             solver.add(*self._solver.assertions())
             answer = solver.check(*labels)
         if answer == z3.unsat:
-            used = {label.get_id() for label in solver.unsat_core()}
+            # To ask which of no labels were used takes as long as many a question.
+            used = {label.get_id() for label in (solver.unsat_core() if labels else ())}
             core = (name for name, label in self._labels.items() if label.get_id() in used)
             needed = (
                 one for one, label in zip(given, of_given, strict=True) if label.get_id() in used
@@ -150,21 +152,40 @@ class Question:
         ``values`` is a model to start from, of all formulas and of ``also``. Each term must have a
         lower bound by declaration.
         """
-        pins: list[BoolLike] = list(also)
-        for target in order:
-            low, _ = term.bounds(target)
-            assert low is not None, f"{term.show(target)} has no lower bound"
-            high, step = Evaluator(values).number(target), 0
-            while low < high:  # the least value is near its bound, more often than not
-                tried = min(low + step, high - 1)
-                result = self.ask(*pins, target <= tried)
-                if result.answer is Answer.SAT:
-                    values, high = result.values, Evaluator(result.values).number(target)
-                    step = (high - low) // 2
-                else:
-                    low, step = tried + 1, 2 * step + 1
-            pins.append(target == high)
+        with self._supposing(*also, about=order) as suppose:
+            for target in order:
+                low, _ = term.bounds(target)
+                assert low is not None, f"{term.show(target)} has no lower bound"
+                high, step = Evaluator(values).number(target), 0
+                while low < high:  # the least value is near its bound, more often than not
+                    tried = min(low + step, high - 1)
+                    result = self.ask(target <= tried)
+                    if result.answer is Answer.SAT:
+                        values, high = result.values, Evaluator(result.values).number(target)
+                        step = (high - low) // 2
+                    else:
+                        low, step = tried + 1, 2 * step + 1
+                suppose(target == high)
         return values
+
+    @contextmanager
+    def _supposing(
+        self, *formulas: BoolLike, about: Sequence[IntLike]
+    ) -> Iterator[Callable[..., None]]:
+        """Require formulas until the block ends, and those that it adds by calling what it gets.
+
+        These are about nothing but terms of `about`, of which all is said outside the block.
+        """
+        num_formulas = len(self._formulas)
+        for x in (*formulas, *about):
+            self._encoder.need(x)
+        self._solver.push()
+        try:
+            self.add(*formulas)
+            yield self.add
+        finally:
+            self._solver.pop()
+            del self._formulas[num_formulas:]
 
     def cells(self, array: str) -> Iterator[IntLike]:
         """Yield the indices at which the formulas look up an array."""
@@ -206,7 +227,7 @@ class _Encoder:
         self._quotients: dict[Any, list[int]] = {}
 
     def formula(self, x: BoolLike) -> z3.BoolRef:
-        self._need(x)
+        self.need(x)
         return _TRANSLATION.formula(x)
 
     def values(self, model: z3.ModelRef) -> dict[str, Any]:
@@ -223,7 +244,7 @@ class _Encoder:
             values.setdefault(array, {})[integer(index)] = integer(self._atoms[uid])
         return values
 
-    def _need(self, x: BoolLike | IntLike) -> None:
+    def need(self, x: BoolLike | IntLike) -> None:
         if isinstance(x, Int):
             for monomial, _ in x.terms:
                 for uid in monomial:
@@ -235,13 +256,13 @@ class _Encoder:
                 self._truths[x.args[0]] = _TRANSLATION.formula(x)
                 return
             for part in x.args:
-                self._need(part)
+                self.need(part)
 
     def _need_atom(self, uid: int) -> None:
         atom = ATOMS[uid]
         if atom.kind != "var":
             for part in atom.args:
-                self._need(part)
+                self.need(part)
         self._atoms[uid] = _TRANSLATION.atom(uid)
         if atom.kind == "cell":
             array, index = atom.args

@@ -98,6 +98,21 @@ def test_least_values_keep_what_is_asked_besides() -> None:
     assert values["z"] == 3
 
 
+def test_what_was_least_once_binds_no_later_question() -> None:
+    """Not even of a variable, or a quotient, that was first met while the least was sought."""
+    question = Question()
+    question.add(Z <= 40)
+    start = question.ask(Z >= 3)
+
+    question.minimize({**start.values, "y": 9, "x": 9}, [Y], Z >= 3, X // Y >= 1)
+
+    assert question.ask(Z == 0).answer is Answer.SAT
+    found = question.ask(Y == 5, X // Y == 7)
+    assert found.answer is Answer.SAT
+    assert found.values["x"] // 5 == 7
+    assert question.ask(X // Y == 7, X == 0, Y == 5).answer is Answer.UNSAT
+
+
 def test_unknown_is_an_answer_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A question that exceeds its budget is unknown, with the solver's words and the budget."""
     monkeypatch.setattr(smt, "RESOURCE_LIMIT", 1)
