@@ -42,9 +42,9 @@ RELEASE, NEWEST = "0.31.0", "0.33.0"
 #: What proofs, and runs, depend on beside a release and a mutant.
 _PROVED_BY = (
     *("spec/*.py", "models/*.py", "conformance/*.py"),
-    *("scripts/mutant_*.py", "scripts/mutations.py", "scripts/same_steps.py"),
+    *("scripts/mutant_proofs.py", "scripts/mutations.py", "scripts/same_steps.py"),
 )
-_RUN_BY = (*_PROVED_BY, "generated_tests/*.py", "spec/*.toml")
+_RUN_BY = (*_PROVED_BY, "scripts/mutant_runs.py", "generated_tests/*.py", "spec/*.toml")
 PROOFS, TESTS, LIVES = "proofs", *BY
 #: Outcomes of a mutant whose behaviour is, or may be, another than the release's.
 _MAY_DIFFER = (Outcome.REFUTED, Outcome.MODEL_ONLY, Outcome.NOT_UNDERSTOOD, Outcome.SURVIVED)
@@ -222,7 +222,7 @@ def page(by_release: Mapping[str, Sequence[Result]], before: str = "") -> str:
         by_release: What became of mutants.
         before: The page as it was, whose sections of other releases stay.
     """
-    sections = sections_of(before)
+    sections, no = sections_of(before), "no"
     sections |= {name: "\n".join(_section(name, found)) for name, found in by_release.items()}
     lines = [
         "# Mutants",
@@ -245,7 +245,7 @@ def page(by_release: Mapping[str, Sequence[Result]], before: str = "") -> str:
         "",
         "What is not proved equivalent is run, on the core tier: by the **generated tests**, as",
         "they judge the release, and by random **lives**, "
-        f"{' and '.join(f'{n} with {s} steps in flight' for s, n in NUM_LIVES.items())}.",
+        f"{' and '.join(f'{n} with {s or no} step in flight' for s, n in NUM_LIVES.items())}.",
         "An unchanged copy passes both.",
         "",
         *(sections[release] for release in sorted(sections)),
