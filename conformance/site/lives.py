@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conformance.driver import Driver, DriverError
+from conformance.life import Life
 from conformance.life_files import NOT_LIVED, LifeSeen, load, run_life
 from conformance.life_picture import life_pictures
-from conformance.lives import Life
 from conformance.site import names
 from conformance.svg import svg_of_all
 from conformance.targets import KNOWN_RELEASES, Tree
