@@ -175,9 +175,6 @@ class GroupsUnderTest(RequestUnderTest):
             reason = f"allocate_slots lets pass what is told {self._last_estimate} blocks"
             raise DriverError(f"{self._groups.file}: {reason} of {self.pool.num_gpu_blocks}")
 
-    def _hit_of_manager(self, hit: tuple[list[Any], ...]) -> list[Any]:
-        return hit[FIRST_MAMBA_GROUP]
-
     def _blocks_of(self, hit: tuple[list[Any], ...]) -> Iterable[Any]:
         return chain.from_iterable(hit)
 

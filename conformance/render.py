@@ -235,11 +235,9 @@ def _file(
     tested = dict(_tested(manager, family, scenarios))
     left_out = dict(_left_out(manager, family, tested))
     has_groups = manager == "coordinator"
+    under_test = [scenario.steps[-1] for scenario in scenarios]
     tests = [
-        {
-            **_test(slug, suite, marker, has_groups=has_groups),
-            **_asserted(slug, [scenario.steps[-1] for scenario in scenarios]),
-        }
+        {**_test(slug, suite, marker, has_groups=has_groups), **_asserted(slug, under_test)}
         for slug in tested
     ]
     rows = [
@@ -320,10 +318,9 @@ def _test(slug: str, suite: str, marker: _Marker, *, has_groups: bool) -> dict[s
     }
 
 
-def _asserted(slug: str, under_test: Iterable[ScenarioStep]) -> dict[str, Any]:
+def _asserted(slug: str, under_test: Sequence[ScenarioStep]) -> dict[str, Any]:
     """What a theorem's test asserts, and on which of a file's rows."""
     theorem, assertions = THEOREMS[slug], RELATIONS[slug].assertions
-    under_test = list(under_test)
     in_flight = any(step.num_in_flight_tokens for step in under_test)
     rows_of = _ROWS | (_ROWS_WITH_NOTHING_IN_FLIGHT if in_flight else {})
     rows = rows_of.get(theorem.asks, "ROWS")

@@ -46,10 +46,10 @@ TIERS = ("core", "vllm")
 #: Seconds that one process of the vllm tier may take; importing vLLM alone takes 4 to 12.
 PROCESS_TIMEOUT_S = 600
 
-#: Fields of a prediction that are compared as they are.
-COMPARED = ("dry_run", "estimate", "drawn", "table_length", "raised", "deferred")
-#: The same where the step is predicted to be put off.
-COMPARED_IF_DEFERRED = ("drawn", "table_length", "raised", "deferred")
+#: Fields of a prediction that are compared as they are: what the step is told, which is not
+#: predicted of one that is put off, and what becomes of it.
+TOLD = ("dry_run", "estimate")
+DONE = ("drawn", "table_length", "raised", "deferred")
 
 #: Theorems about where a checkpoint is, which 0.29.0 does not record.
 NEED_CHECKPOINT_POSITION = frozenset({"checkpoint-recorded"})
@@ -299,7 +299,7 @@ def _falls_short(scenario: Scenario, prediction: Prediction) -> bool:
 
 def _differences_on_short_pool(prediction: Prediction, step: Step) -> Iterator[str]:
     """Predictions are made for a pool with enough blocks; on a short one the step must raise."""
-    yield from _differing(("dry_run", "estimate"), prediction, step)
+    yield from _differing(TOLD, prediction, step)
     if step.raised is None:
         yield f"drawn: predicted {prediction.drawn} of {prediction.estimate}, saw {step.drawn}"
 
@@ -311,10 +311,9 @@ def _differences(
         return
     if step.refused:
         yield f"refused: the pool is too small, the estimate is {step.estimate}"
-        yield from _differing(("dry_run", "estimate"), prediction, step)
+        yield from _differing(TOLD, prediction, step)
         return
-    compared = COMPARED_IF_DEFERRED if prediction.deferred else COMPARED
-    yield from _differing(compared, prediction, step)
+    yield from _differing(DONE if prediction.deferred else (*TOLD, *DONE), prediction, step)
     for slug in prediction.violates:
         if slug not in violated:
             yield f"{slug}: predicted to be violated, was not"

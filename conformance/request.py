@@ -552,7 +552,7 @@ class RequestUnderTest:
             num_hit_blocks=num_hit_blocks,
             num_external_tokens=num_external_tokens,
         )
-        blocks = self._hit_of_manager(hit)
+        blocks = self._hit_of(self.manager, hit)
         return Found(
             situation,
             held_by_column(self._table()),
@@ -568,11 +568,6 @@ class RequestUnderTest:
 
     def _names(self) -> Names:
         return Names(REQUEST_ID, self.geometry.num_speculative_blocks, self._adopted)
-
-    def _hit_of_manager(self, hit: Any) -> Sequence[Any]:
-        """The part of a hit that is of the manager whose steps are seen."""
-        blocks: Sequence[Any] = hit
-        return blocks
 
     def _tables(self) -> list[Sequence[Any]]:
         """The request's tables, in all managers."""

@@ -6,7 +6,7 @@ so that the solver sees products and linear facts instead of ``div``. One functi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -152,7 +152,7 @@ class Question:
         ``values`` is a model to start from, of all formulas and of ``also``. Each term must have a
         lower bound by declaration.
         """
-        with self._supposing(*also, about=order) as suppose:
+        with self._scope(*also, about=order):
             for target in order:
                 low, _ = term.bounds(target)
                 assert low is not None, f"{term.show(target)} has no lower bound"
@@ -165,16 +165,14 @@ class Question:
                         step = (high - low) // 2
                     else:
                         low, step = tried + 1, 2 * step + 1
-                suppose(target == high)
+                self.add(target == high)
         return values
 
     @contextmanager
-    def _supposing(
-        self, *formulas: BoolLike, about: Sequence[IntLike]
-    ) -> Iterator[Callable[..., None]]:
-        """Require formulas until the block ends, and those that it adds by calling what it gets.
+    def _scope(self, *formulas: BoolLike, about: Sequence[IntLike]) -> Iterator[None]:
+        """Require formulas, and what the block adds, until it ends.
 
-        These are about nothing but terms of `about`, of which all is said outside the block.
+        It adds nothing but of the terms `about`, of which all is said outside the block.
         """
         num_formulas = len(self._formulas)
         for x in (*formulas, *about):
@@ -182,7 +180,7 @@ class Question:
         self._solver.push()
         try:
             self.add(*formulas)
-            yield self.add
+            yield
         finally:
             self._solver.pop()
             del self._formulas[num_formulas:]

@@ -222,7 +222,8 @@ def page(by_release: Mapping[str, Sequence[Result]], before: str = "") -> str:
         by_release: What became of mutants.
         before: The page as it was, whose sections of other releases stay.
     """
-    sections, no = sections_of(before), "no"
+    lives = (f"{n} with {s or 'no'} step in flight" for s, n in NUM_LIVES.items())
+    sections = sections_of(before)
     sections |= {name: "\n".join(_section(name, found)) for name, found in by_release.items()}
     lines = [
         "# Mutants",
@@ -244,8 +245,7 @@ def page(by_release: Mapping[str, Sequence[Result]], before: str = "") -> str:
         "the changed code itself, without a solver.",
         "",
         "What is not proved equivalent is run, on the core tier: by the **generated tests**, as",
-        "they judge the release, and by random **lives**, "
-        f"{' and '.join(f'{n} with {s or no} step in flight' for s, n in NUM_LIVES.items())}.",
+        f"they judge the release, and by random **lives**, {' and '.join(lives)}.",
         "An unchanged copy passes both.",
         "",
         *(sections[release] for release in sorted(sections)),
